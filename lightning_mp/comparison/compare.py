@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -258,10 +259,10 @@ def measure_costs(experiment: Experiment, batch: Any, rounds: int, bar: Progress
         pairs = zip(timed[name], timed[names[0]], strict=True)
         ratios = [ours.batch_seconds / theirs.batch_seconds for ours, theirs in pairs]
         costs[name] = StepCost(
-            batch_seconds=_median([each.batch_seconds for each in timed[name]]),
-            time_ratio=_median(ratios),
+            batch_seconds=median([each.batch_seconds for each in timed[name]]),
+            time_ratio=median(ratios),
             time_ratio_range=(min(ratios), max(ratios)),
-            items_per_second=_median([each.items_per_second for each in timed[name]]),
+            items_per_second=median([each.items_per_second for each in timed[name]]),
             unit=timed[name][0].unit,
             peak_bytes=peaks[name],
             gradient_error=errors[name],
@@ -283,9 +284,3 @@ def _gradient_errors(experiment: Experiment, batch: Any) -> tuple[dict[str, floa
     return {
         name: relative_error(gradient_of(experiment, name, batch), expected) for name in experiment.precisions
     }, against
-
-
-def _median(values: Sequence[float]) -> float:
-    middle = len(values) // 2
-    ordered = sorted(values)
-    return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean, stdev
 from typing import Literal
 
 Verdict = Literal["not worse", "worse", "cannot tell yet"]
@@ -52,14 +53,14 @@ class PairedDifference:
     @property
     def mean(self) -> float:
         """Mean difference; positive where the candidate is worse."""
-        return math.fsum(self.differences) / self.seeds if not self.diverged else math.inf
+        return fmean(self.differences) if not self.diverged else math.inf
 
     @property
     def deviation(self) -> float:
         """Standard deviation of the differences over seeds; NaN with a single one, or where runs diverged."""
         if self.seeds < 2 or self.diverged:
             return math.nan
-        return math.sqrt(math.fsum((each - self.mean) ** 2 for each in self.differences) / (self.seeds - 1))
+        return stdev(self.differences)
 
     @property
     def interval(self) -> tuple[float, float]:

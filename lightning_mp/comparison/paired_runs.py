@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, linear_regression, variance
 from typing import Any, Self
 
 import lightning.pytorch as pl
@@ -178,7 +179,7 @@ def final_loss(trial: Trial) -> float:
     if trial.metric is not None:
         return trial.metric
     tail = trial.train_losses[-max(1, round(_TAIL_SHARE * len(trial.train_losses))) :]
-    return math.fsum(tail) / len(tail) if all(map(math.isfinite, tail)) else math.nan
+    return fmean(tail) if all(map(math.isfinite, tail)) else math.nan
 
 
 def missing_runs(
@@ -282,12 +283,10 @@ def steps_to_equal_loss(difference: float, baseline_curves: Sequence[Sequence[fl
     if len(batches) < 3 or not math.isfinite(difference):
         return None
     x = [math.log(batch + 1) for batch in batches]
-    y = [math.fsum(curve[batch] for curve in baseline_curves) / len(baseline_curves) for batch in batches]
-    mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
-    spread = math.fsum((each - mean_x) ** 2 for each in x)
-    slope = math.fsum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
-    residuals = math.fsum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
-    error = math.sqrt(residuals / (len(x) - 2) / spread)
+    y = [fmean(curve[batch] for curve in baseline_curves) for batch in batches]
+    slope, intercept = linear_regression(x, y)
+    residuals = math.fsum((b - intercept - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    error = math.sqrt(residuals / (len(x) - 2) / (len(x) - 1) / variance(x))
     if not -slope > 2 * error:
         return None
     return math.exp(min(difference / -slope, 700.0))
