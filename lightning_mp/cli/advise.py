@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from lightning_mp.cli.model_shape import (
-    SHAPE_OPTIONS,
     add_shape,
     config_of,
     context_of,
@@ -28,17 +27,6 @@ examples:
   lightning-mp advise --device t4 --params 100M --goal finetune
   lightning-mp advise --device h100 --gpus 64 --config config.json
   lightning-mp advise --device a100 --params 7B --goal adapters --yaml"""
-
-_OPTIONS = {
-    "device": "--device",
-    "gpus": "--gpus",
-    "model": "--params",
-    "goal": "--goal",
-    "context_tokens": "--context",
-    "tokens_per_step": "--tokens-per-step",
-    "memory_bytes": "--memory-bytes",
-    **SHAPE_OPTIONS,
-}
 
 
 def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -67,7 +55,7 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    answer, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _answer(arguments))
+    answer, said = run_with_one_line_errors(arguments, lambda: _answer(arguments))
     if arguments.json:
         print_json({**_as_json(answer), "warnings": said})
         return 0

@@ -34,8 +34,6 @@ examples:
     124M,2.5B,3.29
     350M,7B,2.93"""
 
-_OPTIONS = {"bootstrap_samples": "--samples", "confidence": "--confidence", "flops": "--flops"}
-
 
 def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds ``fit`` to the command line."""
@@ -55,7 +53,7 @@ def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    (fit, budget), said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _fit(arguments))
+    (fit, budget), said = run_with_one_line_errors(arguments, lambda: _fit(arguments))
     if arguments.json:
         print_json({**_as_json(fit, budget), "warnings": said})
     else:

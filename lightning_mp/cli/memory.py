@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_mp.cli.imported_function import import_function
-from lightning_mp.cli.model_shape import SHAPE_OPTIONS, add_shape, config_of, context_of, count_of
+from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of
 from lightning_mp.cli.text import print_json, print_paragraph, print_table, print_warnings, run_with_one_line_errors
 from lightning_mp.core.pictures import check_picture
 from lightning_mp.core.precisions import PRECISIONS
@@ -29,15 +29,6 @@ examples:
 
   example() returns (module, batch) or (module, batch, step), where step(module, batch) gives the loss."""
 
-_OPTIONS = {
-    "precision": "--precision",
-    "optimizer": "--optimizer",
-    "strategy": "--strategy",
-    "ranks": "--ranks",
-    "sequences": "--sequences",
-    "context_tokens": "--context",
-    **SHAPE_OPTIONS,
-}
 
 _SHARDS = 8
 
@@ -64,7 +55,7 @@ def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    answer, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _answer(arguments))
+    answer, said = run_with_one_line_errors(arguments, lambda: _answer(arguments))
     if arguments.json:
         print_json({**_as_json(answer), "warnings": said})
     else:

@@ -6,19 +6,7 @@ from typing import Any
 from lightning_mp.core.quantities import parse_bytes, parse_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
-SHAPE_OPTIONS = {
-    "layers": "--layers",
-    "width": "--width",
-    "vocabulary": "--vocab",
-    "heads": "--heads",
-    "kv_heads": "--kv-heads",
-    "head_width": "--head-width",
-    "ffn_width": "--ffn",
-    "experts": "--experts",
-    "active_experts": "--active-experts",
-}
-"""The option behind each number."""
-
+_SHAPE = ("layers", "width", "vocabulary", "heads", "kv_heads", "head_width", "ffn_width", "experts", "active_experts")
 _CONTEXT_TOKENS = 4096
 _FEWEST = 1000
 
@@ -40,7 +28,7 @@ def add_shape(group: "argparse._ArgumentGroup") -> None:
 
 def config_of(arguments: argparse.Namespace) -> DecoderConfig | None:
     """The decoder that the options describe; None without such options."""
-    shape = {name: getattr(arguments, name) for name in SHAPE_OPTIONS if getattr(arguments, name) is not None}
+    shape = {name: getattr(arguments, name) for name in _SHAPE if getattr(arguments, name) is not None}
     if arguments.tied_head and (arguments.config is not None or not shape):
         raise ValueError("--tied-head belongs to a shape (`layers`, `width`, `vocabulary`). Leave it out.")
     if arguments.config is not None:

@@ -6,7 +6,6 @@ from math import ceil
 from typing import Any
 
 from lightning_mp.cli.model_shape import (
-    SHAPE_OPTIONS,
     add_shape,
     config_of,
     context_of,
@@ -49,26 +48,6 @@ examples:
   lightning-mp plan --config config.json --tokens 1T --device h100 --gpus 64
   lightning-mp plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T"""
 
-_OPTIONS = {
-    "flops": "--flops",
-    "parameters": "--params",
-    "tokens": "--tokens",
-    "device_hours": "--device-hours",
-    "cost": "--cost",
-    "device": "--device",
-    "mfu": "--mfu",
-    "dtype": "--dtype",
-    "unique_tokens": "--unique-tokens",
-    "inference_tokens": "--inference-tokens",
-    "law": "--law",
-    "gpus": "--gpus",
-    "price": "--price",
-    "memory_bytes": "--memory-bytes",
-    "precision": "--precision",
-    "context_tokens": "--context",
-    "tokens_per_step": "--tokens-per-step",
-    **SHAPE_OPTIONS,
-}
 _USUAL_BYTES = 80e9
 _TOKENS_PER_STEP = 2**22
 _TARGETS = ("flops", "parameters", "tokens", "device_hours")
@@ -115,7 +94,7 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    answer, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _answer(arguments))
+    answer, said = run_with_one_line_errors(arguments, lambda: _answer(arguments))
     if arguments.json:
         print_json({**as_json(answer), "warnings": said})
     else:

@@ -7,11 +7,23 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 _WIDEST = 120
 _PIPED = 80
+# Of arguments of Python functions whose option has another name.
+_OTHER_OPTIONS = {
+    "parameters": "--params",
+    "model": "--params",
+    "vocabulary": "--vocab",
+    "ffn_width": "--ffn",
+    "context_tokens": "--context",
+    "bootstrap_samples": "--samples",
+    "precisions": "--precision",
+    "data": "--module",
+    "val_data": "a third value from --module",
+}
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -106,9 +118,7 @@ def print_json(content: Mapping[str, Any]) -> None:
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
-def run_with_one_line_errors(
-    parser: argparse.ArgumentParser, options: Mapping[str, str], work: Callable[[], Any]
-) -> tuple[Any, list[str]]:
+def run_with_one_line_errors(arguments: argparse.Namespace, work: Callable[[], Any]) -> tuple[Any, list[str]]:
     """Runs the work of a command; wrong input ends the process with one line that speaks of options.
 
     An error of the user's own module, or of what it calls, keeps its traceback.
@@ -121,9 +131,9 @@ def run_with_one_line_errors(
             if not _is_of_this_package(error):
                 raise
             if isinstance(error, OSError) and error.filename is not None:
-                parser.error(f"{error.filename} cannot be read or written ({error.strerror})")
-            parser.error(name_options(str(error), options))
-    said = [name_options(str(warning.message), options) for warning in caught]
+                arguments.parser.error(f"{error.filename} cannot be read or written ({error.strerror})")
+            arguments.parser.error(name_options(str(error), vars(arguments)))
+    said = [name_options(str(warning.message), vars(arguments)) for warning in caught]
     return result, list(dict.fromkeys(said))
 
 
@@ -141,8 +151,8 @@ def print_warnings(said: Sequence[str]) -> None:
         print(f"warning: {text}", file=sys.stderr)
 
 
-def name_options(message: str, options: Mapping[str, str]) -> str:
+def name_options(message: str, arguments: Iterable[str]) -> str:
     """A message in one line, with the option behind each argument of the Python function in place of its name."""
-    for name, option in options.items():
-        message = message.replace(f"`{name}`", option)
+    for name in {*arguments, *_OTHER_OPTIONS}:
+        message = message.replace(f"`{name}`", _OTHER_OPTIONS.get(name, "--" + name.replace("_", "-")))
     return " ".join(message.split())

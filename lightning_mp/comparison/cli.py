@@ -35,23 +35,6 @@ examples:
 
 precisions, the baseline first: {", ".join(PRECISION_NAMES)}"""
 
-_OPTIONS = {
-    "precisions": "--precision",
-    "steps": "--steps",
-    "seeds": "--seeds",
-    "monitor": "--monitor",
-    "margin": "--margin",
-    "confidence": "--confidence",
-    "rounds": "--rounds",
-    "file": "--file",
-    "accelerator": "--accelerator",
-    "params": "--params",
-    "text": "--text",
-    "batch_size": "--batch-size",
-    "module": "--module",
-    "data": "--module",
-    "val_data": "a third value from --module",
-}
 _OF_PAIRS = ("seeds", "monitor", "margin", "confidence", "file")
 
 
@@ -102,7 +85,7 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", d
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        found, said = run_with_one_line_errors(arguments.parser, _OPTIONS, lambda: _compare(arguments))
+        found, said = run_with_one_line_errors(arguments, lambda: _compare(arguments))
     except KeyboardInterrupt:
         kept = f"Finished runs are in {arguments.file}; the same command continues from them"
         where = kept if arguments.file else "Nothing was kept"

@@ -34,9 +34,6 @@ examples:
   lightning-mp demo --resume
   lightning-mp demo --text my_corpus.txt --json > summary.json"""
 
-# of arguments of the functions that are called
-_OPTIONS = {"accelerator": "--accelerator", "batch_size": "--batch-size", "text": "--text"}
-
 
 def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     """Adds ``demo`` to the command line."""
@@ -74,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
             job = prepare.prepare(given, **others)
             code = run.run_job(job)
     except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
-        rank_zero_only(parser.error)(name_options(str(error), _OPTIONS))
+        rank_zero_only(parser.error)(name_options(str(error), ("accelerator", "batch_size", "text")))
         return 2  # rank 0 has said it
     except KeyboardInterrupt as interrupt:
         print(f"\nInterrupted. {str(interrupt) or 'Nothing has been written.'}", file=sys.stderr)
