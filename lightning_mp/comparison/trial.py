@@ -47,7 +47,7 @@ class TrainingData:
     def __post_init__(self) -> None:
         if any(isinstance(each, DataLoader) for each in _elements(self.source)):
             raise ValueError(
-                f"`data` is a {type(self.source).__name__} with a DataLoader in it, and would be taken for one batch."
+                f"`data` is a {type(self.source).__name__} with a DataLoader in it, and would be treated as one batch."
                 " Pass CombinedLoader(...) of lightning.pytorch.utilities, or a LightningDataModule."
             )
         if self.is_batch or isinstance(self.source, pl.LightningDataModule) or callable(self.source):

@@ -85,7 +85,7 @@ REFUSED = [
     ("memory --layers 2 --width 256 --vocab 1000 --device-type cpu", "--device-type belongs to --module"),
     ("memory --module tempfile:gettempdir --context 128", "--context belongs to the shape of a decoder"),
     ("memory --module tempfile:gettempdir --tied-head", "--tied-head belongs to a shape (--layers, --width, --vocab)"),
-    ("memory --layers 2 --width 100 --heads 3 --vocab 10", "--heads, got 3, or tell --head-width"),
+    ("memory --layers 2 --width 100 --heads 3 --vocab 10", "--heads, got 3, or give --head-width"),
     ("compare --module tempfile:gettempdir --params 10k", "--params belongs to the demo's model"),
     ("compare --module tempfile:gettempdir --batch-size 4", "--batch-size belongs to the demo's model"),
     ("compare --seeds 3", "--seeds: there are no paired runs without --steps"),
