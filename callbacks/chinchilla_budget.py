@@ -345,7 +345,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         saved = ""
         if self.save and trainer.checkpoint_callbacks:
             path = report_folder(trainer) / f"budget_reached-step-{trainer.global_step}.ckpt"
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)
             saved = f" Saved {path}."
         of_budget = f" of {self.budget_tokens:,}" if by_tokens else f" in {self.device_hours:g} device hours"
         rank_zero_info(

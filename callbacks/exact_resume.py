@@ -87,8 +87,8 @@ class ExactResume(SettingsRepr, Callback):
         self._before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
         # Random state of the run's end, and metrics of an epoch that it cuts off, before that logs and forgets them.
         self._at_end: dict[str, Any] | None = None
-        # Random state before a validation that only runs because the run stops.
-        self._before_stop: dict[str, Any] | None = None
+        # Random state and progress, before a validation that only runs because the run stops.
+        self._before_stop: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._of_cut_epoch: dict[str, Any] | None = None
         self._hashes: dict[str, Tensor] = {}
 
@@ -124,7 +124,9 @@ class ExactResume(SettingsRepr, Callback):
         processing = Patches.of(trainer).replace(trainer.strategy, "process_dataloader", process)
         private_loop_api.before_first_fetch(trainer, begin)
         private_loop_api.before_each_advance(trainer, lambda: self._begin_epoch(trainer))
-        private_loop_api.around_validation(trainer, lambda: self._begin_validation(trainer), self._end_validation)
+        private_loop_api.around_validation(
+            trainer, lambda: self._begin_validation(trainer), lambda: self._end_validation(trainer)
+        )
 
     def _inspect(self, trainer: "pl.Trainer", loader: object) -> None:
         """Gives a training loader a state, unless it has one."""
@@ -171,14 +173,18 @@ class ExactResume(SettingsRepr, Callback):
             module = trainer.lightning_module
             self._before_validation = captured(module.device), metric_states(module)
             if private_loop_api.is_validation_of_the_stop(trainer):
-                self._before_stop = self._before_validation[0]
+                self._before_stop = self._before_validation[0], private_loop_api.validation_progress(trainer)
 
-    def _end_validation(self) -> None:
+    def _end_validation(self, trainer: "pl.Trainer") -> None:
         self._before_validation = None
+        if self._before_stop is not None:
+            random, progress = self._before_stop
+            restore(random, trainer.lightning_module.device)
+            private_loop_api.restore_validation_progress(trainer, progress)
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """What is written from here on is written after the validation."""
-        self._before_validation = None
+        self._end_validation(trainer)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps random states before each fetch, where a batch may be repeated."""
@@ -192,12 +198,13 @@ class ExactResume(SettingsRepr, Callback):
         private_loop_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Keeps the metrics of an epoch that a later run continues."""
-        self._of_cut_epoch = _metrics(trainer) if private_loop_api.is_epoch_cut(trainer) else None
+        """Keeps the metrics and the random state of an epoch that a later run continues, before hooks of its end."""
+        if private_loop_api.is_epoch_cut(trainer):
+            self._of_cut_epoch, self._at_end = _metrics(trainer), captured(pl_module.device)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the random state of the end, for checkpoints that are written after the run."""
-        self._at_end = self._before_stop or captured(pl_module.device)
+        self._at_end = self._at_end or captured(pl_module.device)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -227,8 +234,6 @@ class ExactResume(SettingsRepr, Callback):
         now = captured(trainer.lightning_module.device)
         if self._at_end is not None:
             now = self._at_end
-        elif self._before_stop is not None:
-            now = self._before_stop
         elif self._before_validation is not None:
             now = self._before_validation[0]
         elif private_loop_api.is_in_start_of_epoch(trainer) and self._before_epoch is not None:

@@ -232,7 +232,7 @@ class OverflowMonitor(SettingsRepr, Callback):
         # The run that resumes from this checkpoint has its own N skips to go.
         self.skip_streak = 0
         path = report_folder(trainer) / f"stopped_after_skips-step-{trainer.global_step}.ckpt"
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         trainer.should_stop = True
         rank_zero_warn(
             f"OverflowMonitor(stop_after_skips={self.stop_after_skips!r}) ends the run: {self.stop_reason} Saved"

@@ -13,6 +13,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.core import private_loop_api
 from lightning_mp.core.arguments import folder_or_none, names_in, positive_number
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
@@ -29,6 +30,8 @@ class StopAtBoundary(SettingsRepr, Callback):
     checkpoints, and ``fit`` returns. A second signal acts as it would without this callback. All ranks stop at the same
     step, even if only one received the signal: they sum a flag after every step and read it one step later, so that
     nothing waits for it.
+
+    Lightning validates before it stops; here it does so only if a validation is due at that step.
 
     It puts itself last among the Trainer's callbacks, since it saves the state of the others.
 
@@ -169,8 +172,9 @@ class StopAtBoundary(SettingsRepr, Callback):
             self.stopped_by = self._asked_by or ("time" if timed_out else "another rank")
             folder = self.dirpath if self.dirpath is not None else report_folder(trainer)
             self.path = folder / f"{self.filename.format(step=trainer.global_step)}.ckpt"
-            trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(self.path, weights_only=False)
             trainer.should_stop = True
+            private_loop_api.skip_validation_of_the_stop(trainer)
             rank_zero_info(
                 f"StopAtBoundary: stopped by {self.stopped_by} after optimizer step {trainer.global_step}; saved"
                 f" {self.path}."

@@ -2,6 +2,7 @@
 
 import builtins
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from operator import attrgetter
 from typing import Any
 
@@ -130,19 +131,38 @@ def is_validation_due(trainer: "pl.Trainer") -> bool:
     fetcher, epoch_loop = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop
     if fetcher is None or not is_epoch_cut(trainer) or not epoch_loop.batch_progress.current.ready:
         return False
-    return not is_accumulating(trainer) and epoch_loop._should_check_val_fx(fetcher)
+    return not is_accumulating(trainer) and _is_due(trainer)
+
+
+def _is_due(trainer: "pl.Trainer") -> bool:
+    """Whether a validation follows this batch in a run that does not stop here."""
+    fetcher, stops = trainer.fit_loop._data_fetcher, trainer.should_stop
+    assert fetcher is not None
+    trainer.should_stop = False
+    try:
+        return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+    finally:
+        trainer.should_stop = stops
 
 
 def is_validation_of_the_stop(trainer: "pl.Trainer") -> bool:
-    """Whether the validation that runs is due only because the run is to stop: a longer run does not have it."""
-    fetcher = trainer.fit_loop._data_fetcher
-    if fetcher is None or not trainer.should_stop:
-        return False
-    trainer.should_stop = False
-    try:
-        return not trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
-    finally:
-        trainer.should_stop = True
+    """Whether the validation after this batch is run only because the run stops: a longer run does not have it."""
+    return trainer.should_stop and not _is_due(trainer)
+
+
+def skip_validation_of_the_stop(trainer: "pl.Trainer") -> None:
+    """Leaves out the validation after this batch if it is not due."""
+    trainer.fit_loop.epoch_loop._skip_next_val = is_validation_of_the_stop(trainer)
+
+
+def validation_progress(trainer: "pl.Trainer") -> dict[str, Any]:
+    """How many batches were validated."""
+    return deepcopy(trainer.fit_loop.epoch_loop.val_loop.batch_progress.state_dict())
+
+
+def restore_validation_progress(trainer: "pl.Trainer", progress: dict[str, Any]) -> None:
+    """As if nothing was validated since."""
+    trainer.fit_loop.epoch_loop.val_loop.batch_progress.load_state_dict(progress)
 
 
 def end_restart(trainer: "pl.Trainer") -> None:

@@ -1,6 +1,7 @@
 """Promise 6, with ordinary loaders: dropout, shuffled data and augmentation continue to the bit."""
 
 import re
+import signal
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,6 +35,7 @@ from lightning_mp import (
     ChinchillaBudget,
     ExactResume,
     LossScaler,
+    StopAtBoundary,
 )
 from lightning_mp.__main__ import main
 from lightning_mp.callbacks import exact_resume
@@ -235,20 +237,51 @@ def test_inside_of_a_window_with_a_budget_and_an_optimizer_that_draws(make: Any,
         assert resumed.differences(runs[0]) == []
 
 
+class StopAfter(Callback):
+    """Sets ``should_stop`` as EarlyStopping and Timer do; Lightning validates then, due or not."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = trainer.global_step == self.steps
+
+
+class Signal(StopAfter):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.steps:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class DrawsAtTheEnd(Dropped):
+    def on_train_epoch_end(self) -> None:
+        torch.rand(())
+
+
 @pytest.mark.full
-def test_a_run_that_had_ended_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ends", ["max_steps", "should_stop", "StopAtBoundary"])
+def test_a_run_that_had_ended_goes_on(ends: str, tmp_path: Path) -> None:
     """Its checkpoint is written after the run, inside of an epoch."""
 
     def fit(max_steps: int, ckpt_path: Path | None = None) -> Any:
         pl.seed_everything(0 if ckpt_path is None else 5, verbose=False)
-        trainer = quiet_trainer(callbacks=[ExactResume()], max_epochs=-1, max_steps=max_steps, val_check_interval=2)
-        module = Dropped()
+        stops_early = ends != "max_steps" and max_steps < BATCHES + 5
+        stop = StopAtBoundary(dirpath=tmp_path)
+        stops: Any = {"should_stop": [StopAfter(max_steps)], "StopAtBoundary": [Signal(max_steps), stop]}
+        trainer = quiet_trainer(
+            callbacks=[ExactResume(), *(stops[ends] if stops_early else [])],
+            max_epochs=-1,
+            max_steps=BATCHES + 5 if stops_early else max_steps,
+            val_check_interval=3,
+        )
+        module = DrawsAtTheEnd()
         trainer.fit(module, LOADERS["shuffle"](), ckpt_path=ckpt_path)
         trainer.save_checkpoint(tmp_path / f"{max_steps}{ckpt_path is None}.ckpt")
         return module.steps
 
     straight = fit(BATCHES + 5)
     begun = fit(BATCHES + 2)
+    assert len(begun) == BATCHES + 2
     assert begun | fit(BATCHES + 5, tmp_path / f"{BATCHES + 2}True.ckpt") == straight
     assert main(["bits", *(str(tmp_path / f"{BATCHES + 5}{name}.ckpt") for name in (True, False))]) == 0
 
