@@ -30,7 +30,13 @@ SHARDING_SEAMS = ast.parse(Path(private_sharding_api.__file__).read_text())
 # No class has them as attributes, so the list cannot; `test_grad_scaler_keeps_its_state...` guards them.
 MADE_BY_INIT = {"_per_optimizer_states"}
 # The same; tests/accumulation/test_carry_over_epochs.py and tests/resume/test_resumable_progress.py guard them.
-MADE_BY_A_LOOP = {"_batches_that_stepped", "_combined_loader", "_combined_loader_states_to_load", "_data_fetcher"}
+MADE_BY_A_LOOP = {
+    "_batches_that_stepped",
+    "_combined_loader",
+    "_combined_loader_states_to_load",
+    "_data_fetcher",
+    "_skip_next_val",
+}
 # The same; tests/flops/test_whole_parameters.py guards them.
 MADE_BY_FSDP1 = {"_handle", "_params", "_shapes", "_param_infos", "_shared_param_infos"}
 # The same; tests/policy/test_policy_sharding.py, tests/strategies/test_fsdp2_strategy.py, test_fsdp2_resting_layers.py
