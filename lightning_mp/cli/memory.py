@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_mp.cli.imported_function import import_function
-from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of
+from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of, precision_name
 from lightning_mp.cli.text import print_json, print_paragraph, print_table, print_warnings, run_with_one_line_errors
 from lightning_mp.core.pictures import check_picture
 from lightning_mp.core.precisions import PRECISIONS
@@ -49,7 +49,9 @@ def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
     step = parser.add_argument_group("step of a decoder")
     step.add_argument("--sequences", metavar="S", help="in a micro-batch (default 1)")
     step.add_argument("--context", metavar="T", dest="context_tokens", help="default 4096")
-    parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
+    parser.add_argument(
+        "--precision", type=precision_name, choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed"
+    )
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.set_defaults(run=_run, parser=parser)
 

@@ -11,6 +11,7 @@ from lightning_mp.cli.model_shape import (
     context_of,
     count_of,
     memory_of,
+    precision_name,
     refuse_other_units,
 )
 from lightning_mp.cli.plan_text import Answer, as_json, print_answer
@@ -79,7 +80,10 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     machine.add_argument("--price", metavar="P", help="of one GPU for an hour: cost")
     machine.add_argument(
-        "--precision", choices=list(PRECISIONS), help="default bf16-mixed; 16-mixed on chips without bf16 units"
+        "--precision",
+        type=precision_name,
+        choices=list(PRECISIONS),
+        help="default bf16-mixed; 16-mixed on chips without bf16 units",
     )
     machine.add_argument("--context", metavar="T", dest="context_tokens", help="default 4096")
     machine.add_argument("--tokens-per-step", metavar="T", help="over all GPUs (default about 2^22)")

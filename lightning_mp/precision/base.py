@@ -148,6 +148,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 " steps itself. Use DeepSpeedStrategy with Trainer(precision=...), or strategy='ddp' or"
                 " FSDP2Strategy with this plugin."
             )
+        limit = trainer.gradient_clip_val
+        if limit is not None and limit < 0:
+            raise MisconfigurationException(
+                f"Trainer(gradient_clip_val={limit}) must not be negative: nothing would be clipped. Give a positive"
+                " value, or leave it out."
+            )
         if self._in_run is not None:  # a run that ended before it came to the plugin
             self.teardown()
         self._in_run = run = self._begin_run(trainer)

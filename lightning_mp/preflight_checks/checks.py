@@ -242,7 +242,14 @@ def check_step_past_plugin(found: Found) -> Iterator[PreflightFinding]:
 
 
 def check_clipping(found: Found) -> Iterator[PreflightFinding]:
-    """Whether the Trainer's clipping value reaches the gradients."""
+    """Whether the Trainer's clipping value is one, and reaches the gradients."""
+    if found.run.clip_value is not None and found.run.clip_value < 0:
+        yield PreflightFinding(
+            "error",
+            "clipping_ignored",
+            f"Trainer(gradient_clip_val={found.run.clip_value}) is negative: Lightning clips nothing, silently.",
+            "Give a positive value, or leave it out.",
+        )
     if found.step is not None and found.step.ignores_clipping:
         yield PreflightFinding(
             "warning",
@@ -280,8 +287,9 @@ def check_untrained_weights(found: Found) -> Iterator[PreflightFinding]:
         )
     forgotten = [weight for weight in found.weights if weight.is_trainable and weight.is_optimized is False]
     if forgotten:
+        trains = any(weight.is_trainable and weight.is_optimized for weight in found.weights)
         yield PreflightFinding(
-            "warning",
+            "warning" if trains else "error",
             "untrained_weights",
             f"{len(forgotten)} parameters have requires_grad=True and belong to no optimizer ({_names(forgotten)}):"
             " they never change, and their gradients are computed and clipped with the others.",
@@ -438,8 +446,9 @@ def check_budget(found: Found) -> Iterator[PreflightFinding]:
     limits = {}
     if run.epochs is not None and run.micro_batches_per_epoch is not None:
         limits[f"max_epochs={run.epochs}"] = run.epochs * run.micro_batches_per_epoch
-    if run.max_steps is not None and run.window_lengths:
-        limits[f"max_steps={run.max_steps}"] = run.max_steps * max(run.window_lengths)
+    longest_window = max(run.window_lengths, default=budget.window_micro_batches)
+    if run.max_steps is not None and longest_window is not None:
+        limits[f"max_steps={run.max_steps}"] = run.max_steps * longest_window
     for setting, micro_batches in limits.items():
         tokens = micro_batches * budget.micro_batch_tokens
         if tokens < budget.tokens:

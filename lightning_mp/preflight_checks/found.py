@@ -75,6 +75,7 @@ class FoundRun:
     max_steps: int | None = None  # None for no limit
     window_lengths: frozenset[int] = frozenset({1})  # micro-batches per optimizer step, all that the run may use
     data_ranks: int = 1  # ranks that see different data
+    clip_value: float | None = None  # the Trainer's `gradient_clip_val`
     is_manual: bool = False  # the module steps its optimizers itself
     needs_all_gradients: bool = False  # DDP waits for the gradient of every trainable parameter
 
@@ -99,6 +100,7 @@ class FoundBudget:
     tokens: int  # that the run is to train on
     # target tokens of one micro-batch over all ranks; None where they were not counted
     micro_batch_tokens: int | None = None
+    window_micro_batches: int | None = None  # of the longest window under a target batch; None without one
     frozen_fraction: float = 0.0  # share of the parameters behind the budget that is frozen
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -92,3 +93,17 @@ def _planned(scheduler: Any) -> Iterator[tuple[str, int, AfterItsEnd]]:
         keywords = function.keywords if isinstance(function, partial) else {}
         if _HUGGING_FACE_KEYWORD in keywords:
             yield _HUGGING_FACE_KEYWORD, keywords[_HUGGING_FACE_KEYWORD], "zero"
+        elif any(isinstance(value, float) and value == math.inf for value in _computes_with(function)):
+            yield "lr_lambda", math.inf, "stays"
+
+
+def _computes_with(function: Any) -> Iterator[Any]:
+    """What a function has from elsewhere: arguments of a partial, names around it, attributes, defaults."""
+    if isinstance(function, partial):
+        yield from (*function.args, *function.keywords.values(), *_computes_with(function.func))
+        return
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # not assigned yet
+            yield cell.cell_contents
+    yield from getattr(function, "__defaults__", None) or ()
+    yield from getattr(function, "__dict__", {}).values()

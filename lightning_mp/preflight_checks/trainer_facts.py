@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
 
-from lightning_mp.accumulation.schedule import estimate_steps
+from lightning_mp.accumulation.schedule import Progress, estimate_steps
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.precisions import PRECISIONS, PrecisionSpec, find_precision
 from lightning_mp.core.private_api import callbacks_of
@@ -188,6 +188,7 @@ def run_of(trainer: "pl.Trainer", module: "pl.LightningModule", data: FoundData 
         max_steps=max_steps,
         window_lengths=lengths,
         data_ranks=data_ranks_of(trainer),
+        clip_value=trainer.gradient_clip_val,
         is_manual=not module.automatic_optimization,
         needs_all_gradients=isinstance(strategy, DDPStrategy)
         and not private_loop_api.ddp_arguments(strategy).get("find_unused_parameters", False),
@@ -247,9 +248,17 @@ def budget_of(trainer: "pl.Trainer", module: "pl.LightningModule", batch: Any) -
     everything = sum(parameter.numel() for parameter in module.parameters())
     frozen = sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
     weighting = Weighting("token", callback.count, shifted=shifts_labels_inside(module, batch))
+    ranks = data_ranks_of(trainer)
+    schedule: Any = next((one.windows for one in callbacks_of(trainer) if hasattr(one, "scheduling")), None)
+    window = None
+    if schedule is not None and schedule.has_target:
+        samples, input_tokens = weighting.size(batch, schedule.units)
+        sizes = {"micro_batch_samples": samples * ranks, "micro_batch_tokens": input_tokens * ranks}
+        window = max(schedule.micro_batches(Progress(at, at, at, at, **sizes)) for at in schedule.targets)
     return FoundBudget(
         tokens=tokens,
-        micro_batch_tokens=int(weighting.measure(batch).tokens) * data_ranks_of(trainer),
+        micro_batch_tokens=int(weighting.measure(batch).tokens) * ranks,
+        window_micro_batches=window,
         frozen_fraction=frozen / everything if counts_all and everything else 0.0,
     )
 

@@ -302,6 +302,15 @@ def test_plugins_and_the_monitor_are_refused_under_deepspeed(plugin: Any, monkey
         OverflowMonitor().setup(trainer, module, "fit")
 
 
+def test_a_negative_clipping_value_is_refused() -> None:
+    """Lightning trains on without clipping."""
+    trainer = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], gradient_clip_val=-1.0)
+    with pytest.raises(
+        MisconfigurationException, match=r"gradient_clip_val=-1\.0\) must not be negative.*leave it out"
+    ):
+        trainer.fit(TokenModel(), tokens())
+
+
 def test_a_plugin_among_the_callbacks_is_refused_by_name() -> None:
     message = r"^AutocastPrecision is a precision plugin and was given among the callbacks. Use Trainer\(p"
     with pytest.raises(MisconfigurationException, match=message):

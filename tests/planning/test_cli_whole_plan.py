@@ -91,6 +91,7 @@ def test_every_layout_of_a_mixture_has_a_time(capsys):
 def test_layouts_show_memory_the_wire_and_the_largest_micro_batch(capsys):
     words = f"plan {SMALL} --tokens 10B --device h100 --gpus 8 --context 1024 --precision bf16-masters"
     first = content(capsys, words)["layouts"][0]
+    assert content(capsys, words.replace("bf16-masters", "bf16-true"))["layouts"][0] == first
     assert first["verdict"] == "fits"
     assert first["largest_micro_batch"] > 8
     assert first["inside_bytes"] > 0

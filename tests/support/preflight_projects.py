@@ -1,5 +1,6 @@
 """Projects with one thing wrong about each, as a user would write them; ``PROJECTS`` has them by name."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,14 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp import AutocastPrecision, ChinchillaBudget, Float8Precision, MasterWeightsPrecision, MFUMonitor
+from lightning_mp import (
+    AccumulationScheduler,
+    AutocastPrecision,
+    ChinchillaBudget,
+    Float8Precision,
+    MasterWeightsPrecision,
+    MFUMonitor,
+)
 from lightning_mp.preflight_checks.report import FindingName, Severity
 
 BATCHES = 12
@@ -138,6 +146,11 @@ class OtherMasks(Net):
         return F.mse_loss(out, batch[1])
 
 
+class TrainsAnother(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(Net().parameters())
+
+
 class ForgottenHead(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.net[0].parameters(), lr=1e-3)
@@ -210,6 +223,15 @@ def _one_cycle(optimizer: Any, module: pl.LightningModule, steps: int | None = N
 def _cosine_after_warmup(optimizer: Any, module: pl.LightningModule) -> dict[str, Any]:
     parts = [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 4 * BATCHES)]
     return {"scheduler": lr_scheduler.SequentialLR(optimizer, parts, milestones=[5]), "interval": "step"}
+
+
+def _cosine_of_a_lambda(optimizer: Any, module: pl.LightningModule) -> dict[str, Any]:
+    total = module.trainer.estimated_stepping_batches
+
+    def factor(step: int) -> float:
+        return step / 10 if step < 10 else 0.5 * (1 + math.cos(math.pi * min(1, step / total)))
+
+    return {"scheduler": lr_scheduler.LambdaLR(optimizer, factor), "interval": "step"}
 
 
 @dataclass(frozen=True)
@@ -364,6 +386,10 @@ PROJECTS: dict[str, Project] = {
         ForgetsToClip,
         lambda: {"gradient_clip_val": 1.0},
     ),
+    "a negative clipping value": Project(
+        *("clipping_ignored", "error", "gradient_clip_val=-1.0) is negative", "positive value"),
+        trainer=lambda: {"gradient_clip_val": -1.0},
+    ),
     "dropout drawn anew": Project(
         *("dropout_in_recompute", "error", "dropout has another mask", "preserve_rng_state"), OtherMasks
     ),
@@ -373,6 +399,10 @@ PROJECTS: dict[str, Project] = {
     "a head that no optimizer has": Project(
         *("untrained_weights", "warning", "2 parameters have requires_grad=True", "requires_grad_(False)"),
         ForgottenHead,
+    ),
+    "an optimizer of another model": Project(
+        *("untrained_weights", "error", "4 parameters have requires_grad=True", "requires_grad_(False)"),
+        TrainsAnother,
     ),
     "a layer without a gradient under DDP": Project(
         *("unused_weights", "error", "unused.weight", "ddp_find_unused_parameters_true"),
@@ -406,6 +436,21 @@ PROJECTS: dict[str, Project] = {
         *("scheduler_length", "warning", "T_max=53) is called 60 times", "Give it T_max=60"),
         lambda: Scheduled(_cosine_after_warmup),
         lambda: {"max_epochs": 5},
+    ),
+    "a warm-up and a cosine without an end": Project(
+        *("scheduler_length", "warning", "LambdaLR(lr_lambda=inf) never changes", "TokenLearningRate(WarmupCosine())"),
+        lambda: Scheduled(_cosine_of_a_lambda),
+        lambda: {"max_epochs": -1},
+    ),
+    "a budget beyond steps of a target batch": Project(
+        *("budget", "warning", "with max_steps=5 there are 20 micro-batches", "without max_steps"),
+        Tokens,
+        lambda: {
+            "callbacks": [ChinchillaBudget(tokens="1M"), AccumulationScheduler(target_tokens=32)],
+            "max_epochs": -1,
+            "max_steps": 5,
+        },
+        batches=lambda: token_batches([6] * BATCHES),
     ),
     "a budget beyond the data": Project(
         *("budget", "warning", "1,000,000 tokens is out of reach: with max_epochs=1", "max_epochs=-1"),

@@ -38,7 +38,8 @@ def _configured(module: nn.Module, configure: Callable[[], Any]) -> Any:
             raise
         raise ValueError(
             f"configure_optimizers of {type(module).__name__} reads self.trainer, and a memory estimate has none. Pass"
-            " optimizer=, a class of torch.optim by its name or a function from parameters to an optimizer."
+            " optimizer=, a class of torch.optim by its name or a function from parameters to an optimizer; on the"
+            " command line --optimizer AdamW."
         ) from error
 
 
