@@ -84,7 +84,7 @@ def _parts(scheduler: Any, offset: int = 0) -> Iterator[tuple[Any, int]]:
         yield scheduler, offset
 
 
-def _planned(scheduler: Any) -> Iterator[tuple[str, int, AfterItsEnd]]:
+def _planned(scheduler: Any) -> Iterator[tuple[str, int | float, AfterItsEnd]]:
     for kind, setting, after in _PLANNED:
         if isinstance(scheduler, kind):
             yield setting, getattr(scheduler, setting), after

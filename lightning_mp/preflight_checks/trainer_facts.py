@@ -249,7 +249,8 @@ def budget_of(trainer: "pl.Trainer", module: "pl.LightningModule", batch: Any) -
     frozen = sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
     weighting = Weighting("token", callback.count, shifted=shifts_labels_inside(module, batch))
     ranks = data_ranks_of(trainer)
-    schedule: Any = next((one.windows for one in callbacks_of(trainer) if hasattr(one, "scheduling")), None)
+    scheduler: Any = next((one for one in callbacks_of(trainer) if hasattr(one, "scheduling")), None)
+    schedule = getattr(scheduler, "windows", None)
     window = None
     if schedule is not None and schedule.has_target:
         samples, input_tokens = weighting.size(batch, schedule.units)

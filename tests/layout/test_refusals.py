@@ -305,9 +305,7 @@ def test_plugins_and_the_monitor_are_refused_under_deepspeed(plugin: Any, monkey
 def test_a_negative_clipping_value_is_refused() -> None:
     """Lightning trains on without clipping."""
     trainer = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], gradient_clip_val=-1.0)
-    with pytest.raises(
-        MisconfigurationException, match=r"gradient_clip_val=-1\.0\) must not be negative.*leave it out"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"gradient_clip_val=-1\.0\) must not be negative.*leave it"):
         trainer.fit(TokenModel(), tokens())
 
 
