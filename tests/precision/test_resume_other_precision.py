@@ -244,7 +244,7 @@ class WholeAtStart(pl.Callback):
 
 def whole_weights(trainer: pl.Trainer) -> list[Tensor]:
     masters = getattr(trainer.precision_plugin, "_masters", None)
-    return [whole(p if masters is None else masters.get(p)) for p in trainer.lightning_module.parameters()]
+    return [whole(p if masters is None else masters.store.get(p)) for p in trainer.lightning_module.parameters()]
 
 
 def whole_moments(trainer: pl.Trainer) -> list[Tensor]:

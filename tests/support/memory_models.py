@@ -274,7 +274,8 @@ class Measured(pl.Callback):
 
     @staticmethod
     def _held(trainer: Any, module: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
-        store = getattr(trainer.precision_plugin, "_masters", None)
+        masters = getattr(trainer.precision_plugin, "_masters", None)
+        store = masters.store if masters is not None else None
         states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
         return {
             "weights": [p.detach() for p in module.parameters()],
