@@ -232,7 +232,11 @@ def test_inside_of_a_window_with_a_budget_and_an_optimizer_that_draws(make: Any,
     for number, result in enumerate(runs):
         # a resumed run logs the tokens of its first step when they are counted, not one step later
         logged = {(step, name): value for (step, name), value in result.logged.items() if not name.startswith("mp/")}
-        runs[number] = result._replace(logged=logged)
+        found = {
+            batch: {name: value for name, value in values.items() if not name.startswith("mp/")}
+            for batch, values in result.found.items()
+        }
+        runs[number] = result._replace(logged=logged, found=found)
     for resumed in runs[1:]:
         assert resumed.differences(runs[0]) == []
 

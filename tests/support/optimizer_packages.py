@@ -158,11 +158,12 @@ def outcomes(row: Row, precision: str, folder: Path) -> Iterator[tuple[str, bool
     moved = [not torch.equal(a, b) for a, b in zip(straight, before, strict=True)]
     yield "train", any(moved) and all(bool(weight.isfinite().all()) for weight in straight)
 
+    plain = fit(row, precision, rows)  # a checkpoint switches schedule-free weights, which rounds them
     clipped, loosely = (fit(row, precision, rows, gradient_clip_val=limit) for limit in (1e-4, 1e6))
-    yield "clip", _equal(loosely, straight) and all(bool(weight.isfinite().all()) for weight in clipped)
+    yield "clip", _equal(loosely, plain) and all(bool(weight.isfinite().all()) for weight in clipped)
 
     # the same batches, and one more without a finite loss, whose step leaves no trace
-    yield "skip", _equal(fit(row, precision, [*rows[:2], rows[0], *rows[2:]], overflow_at=2), straight)
+    yield "skip", _equal(fit(row, precision, [*rows[:2], rows[0], *rows[2:]], overflow_at=2), plain)
     yield "resume", _equal(fit(row, precision, rows, ckpt_path=folder / "half.ckpt"), straight)
 
 
