@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_mp.gradients import gradient_ops
-from lightning_mp.optimizer_step.loss_scaler import REPLAYED_SCALE
 
 
 def loss_with_gradients(
@@ -49,11 +48,8 @@ def loss_with_gradients(
 def factor_of_backward(trainer: "pl.Trainer", loss: Tensor) -> Tensor:
     """What Lightning's backward will hand down to a loss: the loss scale over the length of the window."""
     one = torch.ones_like(loss, requires_grad=False)
-    replayed, scaler = REPLAYED_SCALE.get(), getattr(trainer.precision_plugin, "scaler", None)
-    if replayed is not None:
-        scaled: Tensor = one.float() * replayed
-    else:
-        scaled = one if scaler is None else scaler.scale(one)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scaled: Tensor = one if scaler is None else scaler.scale(one)
     return scaled.to(loss.dtype) / int(trainer.accumulate_grad_batches)
 
 

@@ -292,6 +292,21 @@ def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:
     return scaler._get_scale_async()
 
 
+@contextmanager
+def loss_scale_set(scaler: "GradScaler | None", scale: float) -> Iterator[None]:
+    """Has ``scaler.scale`` multiply by another number for a while."""
+    current = None if scaler is None else grad_scaler_scale(scaler)
+    if current is None:
+        yield
+        return
+    before = current.clone()
+    current.fill_(scale)
+    try:
+        yield
+    finally:
+        current.copy_(before)
+
+
 def record_found_inf(scaler: "GradScaler", optimizer: Optimizer, found_inf: Tensor) -> None:
     """Hands a scaler the decision of a step that was made outside of it; ``scaler.update()`` reads and clears it.
 

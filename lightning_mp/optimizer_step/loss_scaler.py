@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from contextvars import ContextVar
 from ctypes import c_float
 from dataclasses import fields
 from numbers import Real
@@ -23,9 +22,6 @@ from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum
 from lightning_mp.optimizer_step.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
 
 OnFloor = Literal["raise", "warn", "ignore"]
-
-#: The scale that a replay of a training step tries, for steps that run their backwards themselves.
-REPLAYED_SCALE: ContextVar[float | None] = ContextVar("REPLAYED_SCALE", default=None)
 
 #: Overflows in a row with the scale already at its floor after which ``on_floor`` acts.
 FLOOR_PATIENCE_STEPS = 20

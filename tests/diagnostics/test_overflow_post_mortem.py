@@ -452,3 +452,6 @@ def test_a_step_that_runs_its_backwards_itself_is_replayed_at_the_scale_that_is_
     )
     trainer.fit(Large(), loader([torch.ones(2, 32)] * 4))
     assert {finding.verdict for report in post_mortem.reports for finding in report.findings} == {"scale"}
+    skipped = len(post_mortem.reports)
+    assert skipped
+    assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (20 - skipped)

@@ -21,7 +21,6 @@ from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.state import gradients_set_aside, logging_muted, module_kept
-from lightning_mp.optimizer_step.loss_scaler import REPLAYED_SCALE
 
 
 @dataclass
@@ -116,15 +115,13 @@ class Replay:
         micro_batch.random_state.restore()
         if watch is not None:
             self._note_what_goes_in(watch, micro_batch)
-        token = REPLAYED_SCALE.set(scale)
-        try:
+        # A training step that runs its backwards itself (MicroBatchOnOOM) scales its losses, too.
+        with private_api.loss_scale_set(getattr(plugin, "scaler", None), scale):
             if isinstance(strategy, FSDPStrategy):
                 output = strategy.training_step(*self._arguments(micro_batch))
             else:
                 with plugin.train_step_context():
                     output = self._pl_module.training_step(*self._arguments(micro_batch))
-        finally:
-            REPLAYED_SCALE.reset(token)
         # An outer autocast would keep the casts of this forward, and the next one's backward would end in this one's.
         torch.clear_autocast_cache()
         loss = _loss_of(output)
