@@ -59,7 +59,11 @@ def plain_loop(module: Regression, batches: list[list[Tensor]], precision: str, 
 
 
 @pytest.mark.parametrize("overflows", [(), (0, 3)], ids=["healthy", "overflows"])
-@pytest.mark.parametrize("clip", [None, ("norm", 0.1), ("value", 0.01)], ids=["unclipped", "norm", "value"])
+@pytest.mark.parametrize(
+    "clip",
+    [None, ("norm", 0.1), ("norm", 100.0), ("value", 0.01)],
+    ids=["unclipped", "norm", "norm below the limit", "value"],
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("precision", DTYPES)
 def test_training_equals_a_plain_loop(
