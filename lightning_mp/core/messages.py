@@ -24,7 +24,7 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 def place_of(error: BaseException) -> str:
     """Where an error began, outside of torch and of this package: ``model.py:12 in forward``, or "the step"."""
-    ours = tuple(str(Path(file).resolve().parent) for file in (torch.__file__, Path(__file__).parent))
+    ours = str(Path(torch.__file__).resolve().parent), str(Path(__file__).resolve().parents[1])
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if not str(Path(f.filename).resolve()).startswith(ours)
     ]

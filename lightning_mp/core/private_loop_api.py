@@ -135,9 +135,11 @@ def is_validation_due(trainer: "pl.Trainer") -> bool:
 
 
 def _is_due(trainer: "pl.Trainer") -> bool:
-    """Whether a validation follows this batch in a run that does not stop here."""
+    """Whether a validation follows this batch in a run that does not stop here; not for one that the clock starts."""
     fetcher, stops = trainer.fit_loop._data_fetcher, trainer.should_stop
     assert fetcher is not None
+    if trainer._val_check_time_interval is not None:  # ranks may read different times
+        return False
     trainer.should_stop = False
     try:
         return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)

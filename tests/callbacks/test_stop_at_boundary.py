@@ -58,6 +58,41 @@ def test_a_signal_ends_the_run_with_its_window_and_a_resume_ends_as_if_it_had_no
     assert all(torch.equal(a, b) for a, b in zip(weights(resumed), weights(straight), strict=True))
 
 
+class Validated(Regression):
+    """Counts the micro-batches before each validation."""
+
+    def __init__(self) -> None:
+        super().__init__(adamw)
+        self.validated_after: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated_after.append(self.seen_batches)
+
+
+#: Two micro-batches per step; the signal comes in the fifth.
+WHEN_VALIDATED = [(4, [4]), (6, [6]), ("00:01:00:00", [])]
+
+
+def stopped_validations(val_check_interval: Any, folder: Path, *, sends: bool = True, **arguments: Any) -> list[int]:
+    module = Validated()
+    trainer = quiet_trainer(
+        callbacks=[AccumulationScheduler({0: 2}), StopAtBoundary(dirpath=folder), *([Send(5)] if sends else [])],
+        val_check_interval=val_check_interval,
+        num_sanity_val_steps=0,
+        **arguments,
+    )
+    trainer.fit(module, ResumableLoader(BATCHES), ResumableLoader(BATCHES[:1]))
+    return module.validated_after
+
+
+@pytest.mark.parametrize(("val_check_interval", "validated_after"), WHEN_VALIDATED)
+def test_a_validation_runs_before_the_stop_only_if_it_is_due(
+    val_check_interval: Any, validated_after: list[int], tmp_path: Path
+) -> None:
+    """Lightning runs one before each stop; who stops on a signal has seconds."""
+    assert stopped_validations(val_check_interval, tmp_path) == validated_after
+
+
 def test_a_second_signal_is_not_held_back() -> None:
     class Second(Exception):
         pass
@@ -100,6 +135,15 @@ def test_all_ranks_stop_when_one_is_told(tmp_path: Path) -> None:
 
     assert run_ranks(train, 2) == [(2, "another rank"), (2, "SIGTERM")]
     assert (tmp_path / "stopped-step-2.ckpt").exists()
+
+
+def test_all_ranks_leave_out_the_same_validation(tmp_path: Path) -> None:
+    """Promise 3. Rank 1 is told in its fifth micro-batch; both stop after the eighth, where none is due."""
+
+    def train(rank: int) -> list[int]:
+        return stopped_validations(6, tmp_path, sends=rank == 1, strategy="ddp", devices=2)
+
+    assert run_ranks(train, 2) == [[6], [6]]
 
 
 class SendAfterTheLastStep(Callback):

@@ -54,7 +54,7 @@ MADE_BY_SHARDING = {
 # The same; tests/planning/test_communication.py and tests/distributed/test_buffer_broadcast.py guard them.
 MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks", "_non_persistent_buffers_set"}
 # The same; tests/strategies/test_fsdp2_strategy.py guards it.
-MADE_BY_THE_TRAINER = {"_layer_sync"}
+MADE_BY_THE_TRAINER = {"_layer_sync", "_val_check_time_interval"}
 # The same; tests/preflight_checks/test_preflight_facts.py and test_preflight_report.py guard them.
 MADE_FROM_SETTINGS = {"_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"}
 # The same; tests/precision/test_master_weights_checkpoints.py and test_master_weights_setup.py guard them.
