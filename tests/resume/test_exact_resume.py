@@ -2,6 +2,7 @@
 
 import re
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,10 +22,12 @@ from exact_runs import (
     Memory,
     run,
 )
+from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from restarts import Interruption
 from small_models import quiet_trainer
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
@@ -263,8 +266,9 @@ class DrawsAtTheEnd(Dropped):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("val_check_interval", [2, 3], ids=["a validation is due", "none is due"])
 @pytest.mark.parametrize("ends", ["max_steps", "should_stop", "StopAtBoundary"])
-def test_a_run_that_had_ended_goes_on(ends: str, tmp_path: Path) -> None:
+def test_a_run_that_had_ended_goes_on(ends: str, val_check_interval: int, tmp_path: Path) -> None:
     """Its checkpoint is written after the run, inside of an epoch."""
 
     def fit(max_steps: int, ckpt_path: Path | None = None) -> Any:
@@ -276,7 +280,7 @@ def test_a_run_that_had_ended_goes_on(ends: str, tmp_path: Path) -> None:
             callbacks=[ExactResume(), *(stops[ends] if stops_early else [])],
             max_epochs=-1,
             max_steps=BATCHES + 5 if stops_early else max_steps,
-            val_check_interval=3,
+            val_check_interval=val_check_interval,
         )
         module = DrawsAtTheEnd()
         trainer.fit(module, LOADERS["shuffle"](), ckpt_path=ckpt_path)
@@ -288,6 +292,35 @@ def test_a_run_that_had_ended_goes_on(ends: str, tmp_path: Path) -> None:
     assert len(begun) == BATCHES + 2
     assert begun | fit(BATCHES + 5, tmp_path / f"{BATCHES + 2}True.ckpt") == straight
     assert main(["bits", *(str(tmp_path / f"{BATCHES + 5}{name}.ckpt") for name in (True, False))]) == 0
+
+
+@pytest.mark.full
+def test_ranks_that_stopped_before_a_validation_was_due_go_on(tmp_path: Path) -> None:
+    """Each rank draws other numbers; the stop is after the third batch, and every second one is due."""
+
+    def fits(rank: int) -> list[list[Tensor]]:
+        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
+        weights = []
+        for max_steps, resumes in ((7, False), (3, False), (7, True)):
+            pl.seed_everything(10 * resumes + rank, verbose=False)
+            trainer = quiet_trainer(
+                callbacks=[ExactResume(), *([StopAfter(3)] if max_steps == 3 else [])],
+                max_epochs=-1,
+                max_steps=7,
+                val_check_interval=2,
+                strategy="ddp",
+                devices=2,
+            )
+            module = DrawsAtTheEnd()
+            trainer.fit(module, LOADERS["shuffle"](), ckpt_path=tmp_path / "3False.ckpt" if resumes else None)
+            trainer.save_checkpoint(tmp_path / f"{max_steps}{resumes}.ckpt")
+            weights.append([parameter.detach().clone() for parameter in module.parameters()])
+        return weights
+
+    for straight, stopped, resumed in run_ranks(fits, 2):
+        assert all(map(torch.equal, resumed, straight))
+        assert not any(map(torch.equal, stopped, straight))
+    assert main(["bits", str(tmp_path / "7False.ckpt"), str(tmp_path / "7True.ckpt")]) == 0
 
 
 def test_a_run_that_was_stopped_has_no_trace_of_its_last_validation(tmp_path: Path) -> None:
