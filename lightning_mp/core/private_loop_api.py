@@ -138,7 +138,7 @@ def _is_due(trainer: "pl.Trainer") -> bool:
     """Whether a validation follows this batch in a run that does not stop here; not for one that the clock starts."""
     fetcher, stops = trainer.fit_loop._data_fetcher, trainer.should_stop
     assert fetcher is not None
-    if trainer._val_check_time_interval is not None:  # ranks may read different times
+    if getattr(trainer, "_val_check_time_interval", None) is not None:  # ranks may read different times
         return False
     trainer.should_stop = False
     try:
