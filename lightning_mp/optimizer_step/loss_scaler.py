@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from ctypes import c_float
 from dataclasses import fields
-from numbers import Real
 from typing import Any, Literal, Self
 
 import torch
@@ -19,71 +18,26 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
-from lightning_mp.optimizer_step.update_rule import ScaleRule, ScaleState, update_scale_, what_is_wrong_with
-
-OnFloor = Literal["raise", "warn", "ignore"]
+from lightning_mp.optimizer_step.update_rule import (
+    LARGEST_SCALE,
+    OnFloor,
+    ScaleRule,
+    ScaleState,
+    check_settings,
+    check_state,
+    update_scale_,
+)
 
 #: Overflows in a row with the scale already at its floor after which ``on_floor`` acts.
 FLOOR_PATIENCE_STEPS = 20
-
-# What a scale may be set to: float32 numbers whose inverse is one, too.
-_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
-_LARGEST_SCALE = 2.0**126
 
 
 class LossScaleFloorError(RuntimeError):
     """The loss scale is at its floor and the gradients still overflow."""
 
 
-_ON_FLOOR = ("raise", "warn", "ignore")
-
 # What `torch.amp.GradScaler.state_dict` holds.
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-
-
-def _check_rule(rule: ScaleRule, init_scale: Any, on_floor: str) -> None:
-    wrong = what_is_wrong_with(rule)
-    if wrong is None and not isinstance(init_scale, Real):
-        wrong = "init_scale", init_scale, "a number"
-    if wrong is None and not (
-        rule.min_scale <= init_scale <= rule.max_scale and _SMALLEST_SCALE <= init_scale <= _LARGEST_SCALE
-    ):
-        allowed = (
-            f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}, and from 2^-126 to 2^126: it is a"
-            " float32 number, and so is its inverse"
-        )
-        wrong = "init_scale", init_scale, allowed
-    if wrong is None and on_floor not in _ON_FLOOR:
-        wrong = "on_floor", on_floor, "'raise', 'warn' or 'ignore'"
-    if wrong is not None:
-        name, got, allowed = wrong
-        raise ValueError(f"LossScaler({name}={got!r}) is not valid: {name} must be {allowed}.")
-
-
-def _check_state(state: Mapping[str, Any], rule: ScaleRule, on_floor: object) -> None:
-    """Refuses what no LossScaler and no GradScaler has written, before anything is changed by it."""
-    remedy = " Load another checkpoint, or take the scaler's state out of this one."
-    wrong = what_is_wrong_with(rule)
-    if wrong is None and on_floor not in _ON_FLOOR:
-        wrong = "on_floor", on_floor, "'raise', 'warn' or 'ignore'"
-    for name in ("_growth_tracker", "_hysteresis_tracker", "_floor_tracker"):
-        count = state.get(name, 0)
-        # The tracker of hysteresis goes below zero while overflows continue.
-        if wrong is None and not (isinstance(count, int) and (count >= 0 or name == "_hysteresis_tracker")):
-            wrong = name, count, "a whole number of steps"
-    scale = state["scale"]
-    if wrong is None and not (isinstance(scale, int | float) and (math.isnan(scale) or scale >= 0)):
-        wrong = "scale", scale, "a positive number"
-    if wrong is not None:
-        name, got, allowed = wrong
-        raise ValueError(
-            f"The checkpoint's loss scaler has {name}={got!r}, which is not valid: {name} must be {allowed}.{remedy}"
-        )
-    if math.isnan(scale):
-        raise ValueError(
-            "The checkpoint's loss scale is nan: its weights and moments may contain nan as well. Load an earlier"
-            " checkpoint, or take the scaler's state out of this one."
-        )
 
 
 def overflows_at_floor(before: int, found_inf: float, scale: float, rule: ScaleRule) -> int:
@@ -178,7 +132,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         rule = ScaleRule(
             growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, hysteresis_refill
         )
-        _check_rule(rule, init_scale, on_floor)
+        check_settings(rule, init_scale, on_floor)
         true_or_false(enabled, "enabled", "LossScaler")
         device_type = _resolve_device_type(device) if enabled else (device or "cpu")
         super().__init__(device_type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
@@ -285,7 +239,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             self._count_last_update()
             super().update(new_scale)
             assert self._scale is not None
-            self._scale.clamp_(self._min_scale, min(self._max_scale, _LARGEST_SCALE))
+            self._scale.clamp_(self._min_scale, min(self._max_scale, LARGEST_SCALE))
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         assert self._hysteresis_tracker is not None
@@ -369,11 +323,11 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             **{field.name: state_dict.get(field.name, getattr(self.rule, field.name)) for field in fields(ScaleRule)}
         )
         on_floor = state_dict.get("on_floor", self._on_floor)
-        _check_state(state_dict, rule, on_floor)
+        check_state(state_dict, rule, on_floor)
         self._min_scale, self._max_scale, self._on_floor = rule.min_scale, rule.max_scale, on_floor
         self._hysteresis, self._hysteresis_refill = rule.hysteresis, rule.hysteresis_refill
         # The scale is a float32 number and the bounds need not be.
-        low, high = torch.tensor([self._min_scale, min(self._max_scale, _LARGEST_SCALE)], dtype=torch.float32).tolist()
+        low, high = torch.tensor([self._min_scale, min(self._max_scale, LARGEST_SCALE)], dtype=torch.float32).tolist()
         scale = min(max(state_dict["scale"], low), high)
         if scale != state_dict["scale"]:
             rank_zero_warn(

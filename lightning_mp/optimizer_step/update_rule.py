@@ -1,14 +1,21 @@
 """The loss scale as a state machine on the device."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_mp.core.private_api import amp_update_scale_
+
+OnFloor = Literal["raise", "warn", "ignore"]
+
+# What a scale may be set to: float32 numbers whose inverse is one, too.
+_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+LARGEST_SCALE = 2.0**126
 
 
 @dataclass(frozen=True)
@@ -22,42 +29,6 @@ class ScaleRule:
     max_scale: float = 2.0**24
     hysteresis: int = 1
     hysteresis_refill: Literal["step", "growth"] = "step"
-
-
-def what_is_wrong_with(rule: ScaleRule) -> tuple[str, object, str] | None:
-    """The first constant that is out of range: its name, what it is and what is allowed; None if all are right.
-
-    >>> what_is_wrong_with(ScaleRule(growth_interval=0))
-    ('growth_interval', 0, 'a number of steps, 1 or more')
-    """
-    checks: tuple[tuple[str, Callable[[], bool], str], ...] = (
-        (
-            "growth_factor",
-            lambda: 1.0 < rule.growth_factor < math.inf,
-            "greater than 1; for a constant scale use LossScaler.static(scale)",
-        ),
-        ("backoff_factor", lambda: 0.0 < rule.backoff_factor < 1.0, "between 0 and 1, both excluded"),
-        (
-            "growth_interval",
-            lambda: isinstance(rule.growth_interval, int) and rule.growth_interval >= 1,
-            "a number of steps, 1 or more",
-        ),
-        ("min_scale", lambda: 0.0 <= rule.min_scale <= rule.max_scale, f"from 0 to max_scale={rule.max_scale!r}"),
-        (
-            "hysteresis",
-            lambda: isinstance(rule.hysteresis, int) and rule.hysteresis >= 1,
-            "1 (every overflow lowers the scale) or more",
-        ),
-        ("hysteresis_refill", lambda: rule.hysteresis_refill in ("step", "growth"), "'step' or 'growth'"),
-    )
-    for name, is_right, allowed in checks:
-        try:
-            right = is_right()
-        except TypeError:  # not a number
-            right = False
-        if not right:
-            return name, getattr(rule, name), allowed
-    return None
 
 
 @dataclass
@@ -117,3 +88,99 @@ def _forgive_(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> Tensor:
     state.hysteresis_tracker.copy_(torch.where(refill, rule.hysteresis, state.hysteresis_tracker))
 
     return (overflow & ~forgiven).to(torch.float32)
+
+
+# -- validation --------------------------------------------------------------------------------------------------------
+
+
+def _first_invalid(rule: ScaleRule, on_floor: object) -> tuple[str, object, str] | None:
+    """The first setting that is out of range: its name, what it is and what is allowed; None if all are right.
+
+    >>> _first_invalid(ScaleRule(growth_interval=0), "warn")
+    ('growth_interval', 0, 'a number of steps, 1 or more')
+    """
+    growth, steps, overflows = rule.growth_factor, rule.growth_interval, rule.hysteresis
+    checks: tuple[tuple[str, object, Callable[[], bool], str], ...] = (
+        (
+            "growth_factor",
+            growth,
+            lambda: 1.0 < growth < math.inf,
+            "greater than 1; for a constant scale use LossScaler.static(scale)",
+        ),
+        (
+            "backoff_factor",
+            rule.backoff_factor,
+            lambda: 0.0 < rule.backoff_factor < 1.0,
+            "between 0 and 1, both excluded",
+        ),
+        ("growth_interval", steps, lambda: isinstance(steps, int) and steps >= 1, "a number of steps, 1 or more"),
+        (
+            "min_scale",
+            rule.min_scale,
+            lambda: 0.0 <= rule.min_scale <= rule.max_scale,
+            f"from 0 to max_scale={rule.max_scale!r}",
+        ),
+        (
+            "hysteresis",
+            overflows,
+            lambda: isinstance(overflows, int) and overflows >= 1,
+            "1 (every overflow lowers the scale) or more",
+        ),
+        (
+            "hysteresis_refill",
+            rule.hysteresis_refill,
+            lambda: rule.hysteresis_refill in ("step", "growth"),
+            "'step' or 'growth'",
+        ),
+        ("on_floor", on_floor, lambda: on_floor in get_args(OnFloor), "'raise', 'warn' or 'ignore'"),
+    )
+    for name, got, is_right, allowed in checks:
+        try:
+            right = is_right()
+        except TypeError:  # not a number
+            right = False
+        if not right:
+            return name, got, allowed
+    return None
+
+
+def check_settings(rule: ScaleRule, init_scale: Any, on_floor: str) -> None:
+    """Refuses settings of a LossScaler that are out of range."""
+    wrong = _first_invalid(rule, on_floor)
+    if wrong is None and not isinstance(init_scale, Real):
+        wrong = "init_scale", init_scale, "a number"
+    if wrong is None and not (
+        rule.min_scale <= init_scale <= rule.max_scale and _SMALLEST_SCALE <= init_scale <= LARGEST_SCALE
+    ):
+        allowed = (
+            f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}, and from 2^-126 to 2^126: it is a"
+            " float32 number, and so is its inverse"
+        )
+        wrong = "init_scale", init_scale, allowed
+    if wrong is not None:
+        name, got, allowed = wrong
+        raise ValueError(f"LossScaler({name}={got!r}) is not valid: {name} must be {allowed}.")
+
+
+def check_state(state: Mapping[str, Any], rule: ScaleRule, on_floor: object) -> None:
+    """Refuses what no LossScaler and no GradScaler has written, before anything is changed by it."""
+    wrong = _first_invalid(rule, on_floor)
+    for name in ("_growth_tracker", "_hysteresis_tracker", "_floor_tracker"):
+        count = state.get(name, 0)
+        # The tracker of hysteresis goes below zero while overflows continue.
+        if wrong is None and not (isinstance(count, int) and (count >= 0 or name == "_hysteresis_tracker")):
+            wrong = name, count, "a whole number of steps"
+    scale = state["scale"]
+    if wrong is None and not (isinstance(scale, int | float) and (math.isnan(scale) or scale >= 0)):
+        wrong = "scale", scale, "a positive number"
+    if wrong is not None:
+        name, got, allowed = wrong
+        raise ValueError(
+            f"The checkpoint's loss scaler has {name}={got!r}, which is not valid: {name} must be {allowed}. Load"
+            " another checkpoint, or take the scaler's state out of this one."
+        )
+    if math.isnan(scale):
+        raise ValueError(
+            "The checkpoint's loss scale is nan: its weights and moments may contain nan as well. Load an earlier"
+            " checkpoint, or take the scaler's state out of this one."
+        )
