@@ -36,6 +36,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 # Bytes per parameter: gradient, weight, master and states, read and written.
 CASES = [("adamw", "fp32", 28), ("adamw", "remainder", 26), ("sgd", "fp32", 20), ("lion", "remainder", 18)]
 
+HAS_FMA = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
 
 class Stepped:
     """Weights of several shapes, their masters and an optimizer."""
@@ -60,13 +62,16 @@ class Stepped:
             weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
         # A factor, as after clipping or under a loss scale, or none.
         self.gradients.factor = torch.tensor(0.37) if index % 2 else None
-        self.optimizer.param_groups[0]["lr"] *= 0.9
+        (group,) = self.optimizer.param_groups
+        group["lr"] *= 0.9
         if index == 2:
             self.weights[1].grad = None
         if index == 3:
             with torch.no_grad():
                 self.weights[0].clamp_(-1, 1)
         if index == 4:
+            if "betas" in group:
+                group["betas"] = (0.3, 0.9)
             assert self.optimizer.step(lambda: 0.5) == 0.5
         else:
             self.optimizer.step()
@@ -77,21 +82,10 @@ class Stepped:
         moments = [s[key] for s in states for key in sorted(s) if isinstance(s[key], Tensor) and s[key].dim()]
         return [self.store.get(w).detach().clone() for w in self.weights] + [t.clone() for t in moments]
 
-    def take(self, other: "Stepped") -> None:
-        for ours, theirs in zip(self.weights, other.weights, strict=True):
-            self.store.set(ours, other.store.get(theirs).detach().clone())
-            assert torch.equal(ours, theirs)
-            self.optimizer.state[ours] = {
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in other.optimizer.state[theirs].items()
-            }
 
-
-def last_places(ours: Tensor, theirs: Tensor, scale: Tensor) -> float:
-    """The largest difference, in units of the last place of the larger of numbers and scale."""
-    largest = torch.stack([ours.abs(), theirs.abs(), scale.abs()]).amax(0)
-    unit = 2.0 ** (torch.frexp(largest.double()).exponent - 24).double()
-    return float(((ours.double() - theirs.double()).abs() / unit).max())
+def correct_sqrt(tensor: Tensor) -> Tensor:
+    """That of torch, which calls MKL, is off by one unit in the last place now and then."""
+    return torch.sqrt(tensor.double()).to(tensor.dtype)
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +98,11 @@ def compiler() -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.skipif(not HAS_FMA, reason="torch's own kernels round after each product without AVX2")
 @pytest.mark.parametrize(("name", "storage", "moved"), CASES)
-def test_a_compiled_step_is_the_optimizers_own_in_one_loop(name: str, storage: Any, moved: int) -> None:
+def test_a_compiled_step_is_the_optimizers_own_in_one_loop(
+    name: str, storage: Any, moved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch._dynamo.reset()
     counters.clear()
     ours, codes = run_and_get_code(lambda: Stepped(name, storage, compiled=True))
@@ -114,19 +111,13 @@ def test_a_compiled_step_is_the_optimizers_own_in_one_loop(name: str, storage: A
 
     theirs = Stepped(name, storage, compiled=False)
     for index in range(5):
-        before = theirs.tensors()
         ours.step(index)
-        theirs.step(index)
+        with monkeypatch.context() as patched:
+            patched.setattr(Tensor, "sqrt", correct_sqrt)
+            theirs.step(index)
         assert ours.optimizer.param_groups[0]["params"] == ours.weights
-        for place, (a, b) in enumerate(zip(ours.tensors(), theirs.tensors(), strict=True)):
-            start = before[place] if place < len(before) else torch.zeros_like(b)
-            scale = torch.maximum(start.abs(), (b - start).abs())
-            assert last_places(a, b, scale) <= 2  # 1 but where the mean of gradients cancels
-        assert all(
-            (a.float() - b.float()).abs().max() <= 2**-8 * a.abs().max()
-            for a, b in zip(ours.weights, theirs.weights, strict=True)
-        )
-        ours.take(theirs)
+        assert all(map(torch.equal, ours.tensors(), theirs.tensors()))
+        assert all(map(torch.equal, ours.weights, theirs.weights))
     # One for all shapes, learning rates, factors and steps.
     assert counters["stats"]["unique_graphs"] == compiled
 
@@ -149,8 +140,11 @@ def loops(codes: list[str]) -> list[int]:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("compiler")
+@pytest.mark.skipif(not HAS_FMA, reason="torch's own kernels round after each product without AVX2")
 @pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_a_fit_with_compiled_steps_accumulates_clips_skips_and_resumes(name: str, tmp_path: Any) -> None:
+def test_a_fit_with_compiled_steps_accumulates_clips_skips_and_resumes(
+    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fit(epochs: int, *, compiled: bool = True, ckpt_path: Any = None) -> Any:
         module = Regression(OPTIMIZERS[name], overflows=() if ckpt_path else (3,))
         trainer = quiet_trainer(
@@ -165,13 +159,15 @@ def test_a_fit_with_compiled_steps_accumulates_clips_skips_and_resumes(name: str
         return trainer
 
     torch._dynamo.reset()
-    straight, eager = fit(2), fit(2, compiled=False)
+    straight = fit(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "sqrt", correct_sqrt)
+        eager = fit(2, compiled=False)
     fit(1).save_checkpoint(tmp_path / "x.ckpt")
     resumed = fit(2, ckpt_path=tmp_path / "x.ckpt")
     assert all(map(torch.equal, masters_of(straight), masters_of(resumed)))
-    for ours, theirs in zip(masters_of(straight), masters_of(eager), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)  # a bf16 weight rounds to another side now and then
-        assert ours.isfinite().all()
+    assert all(map(torch.equal, masters_of(straight), masters_of(eager)))
+    assert all(master.isfinite().all() for master in masters_of(straight))
 
 
 def two_groups(parameters: Any) -> torch.optim.Optimizer:
