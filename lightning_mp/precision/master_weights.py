@@ -132,7 +132,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
         compiled_step: run the step of ``torch.optim.AdamW``, ``torch.optim.SGD`` or lion-pytorch's ``Lion``, neither
             fused nor foreach, as one loop per parameter compiled by ``torch.compile``, from unscaling to the rounded
             weight. AdamW then moves 28 bytes per parameter, 26 with "remainder", and needs no fp32 gradients. Results
-            agree to two units in the last place per step. Not verified on GPUs.
+            are those of the optimizer to the bit, except where AdamW's square root in torch is not rounded correctly.
+            Not verified on GPUs.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: modules and operations that run in
             another dtype. The resolved rules are printed at set-up.
         weight_by: see :class:`~lightning_mp.AutocastPrecision`.
@@ -275,7 +276,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             return
         run.ends.callback(MastersIntoWeights(optimizer).remove)
         if run.half_range is not None and self.mixed_precision_config.param_dtype == torch.float16:
-            run.ends.callback(optimizer.register_step_post_hook(run.half_range.hold).remove)
+            run.ends.callback(optimizer.register_step_post_hook(run.half_range.clamp_).remove)
 
     # -- inputs --------------------------------------------------------------------------------------------------------
 
@@ -338,7 +339,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             masters.swap_out()
             masters.gradients.put_back(p for group in optimizer.param_groups for p in group["params"])
         if self._in_run is not None and self._run.half_range is not None:
-            self._run.half_range.look([p for g in optimizer.param_groups for p in g["params"] if p in masters.store])
+            self._run.half_range.observe([p for g in optimizer.param_groups for p in g["params"] if p in masters.store])
         return result
 
     def _epilogue_type(self) -> Callable[..., GradientEpilogue]:

@@ -8,7 +8,8 @@ import torch
 from master_loops import OPTIMIZERS, MastersByHand
 from torch import Tensor, nn
 
-from lightning_mp.precision.masters.optimizer_hooks import MASTER_KEY, MasterHooks
+from lightning_mp.precision.masters.loaded_masters import MASTER_KEY
+from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
 from lightning_mp.precision.masters.store import FullMasters, MasterStore, RemainderMasters
 
 STORES = [FullMasters, RemainderMasters]

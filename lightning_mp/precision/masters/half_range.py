@@ -1,8 +1,8 @@
-"""Weights at the end of fp16's range: refused at set-up, held there in training, and named.
+"""Weights at the end of fp16's range: refused at set-up, clamped in training, and named.
 
 A step that makes a weight too large for fp16 is made, and the weight stays at ±65,504, its fp32 master with it. The
-step is not skipped: it is known only after the optimizer has changed masters and moments, so that taking it back would
-need a second copy of all of them; and no smaller loss scale would make the next one come out otherwise.
+step is not skipped: it is known only after the optimizer has changed masters and moments, so that undoing it would
+need a second copy of all of them; and no smaller loss scale would change the outcome of the next one.
 """
 
 import warnings
@@ -55,27 +55,27 @@ def check_half_range(module: nn.Module, dtype: torch.dtype, in_float32: Iterable
 
 
 class HalfRange:
-    """Says, one step late and without waiting for the device, which weights are held at the end of fp16's range."""
+    """Reports, a step late and without waiting for the device, which weights are clamped at the end of fp16's range."""
 
     def __init__(self, names: Callable[[], Mapping[Tensor, str]], *, copied: bool) -> None:
         self._names = names
         self._copied = copied
         self._pending: tuple[HostCopy, list[Tensor]] | None = None
-        self._told: set[Tensor] = set()
+        self._reported: set[Tensor] = set()
 
-    def look(self, weights: Sequence[Tensor]) -> None:
+    def observe(self, weights: Sequence[Tensor]) -> None:
         """Takes the weights after a step; reports those of the step before."""
         self.warn()
         present = [w for w in weights if local_shard(w.detach()).numel()]
         if present:
             self._pending = HostCopy(_largest(present)), present
 
-    def hold(self, optimizer: Optimizer, *_: object) -> None:
-        """After a step over fp32 weights that are gathered in fp16: holds them within its range."""
+    def clamp_(self, optimizer: Optimizer, *_: object) -> None:
+        """After a step over fp32 weights that are gathered in fp16: clamps them to its range."""
         weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.float32]
         with torch.no_grad():
             private_api.foreach_clamp_([local_shard(w.detach()) for w in weights], HALF_MAX)
-        self.look(weights)
+        self.observe(weights)
 
     def warn(self) -> None:
         """Warns of each weight once."""
@@ -83,10 +83,10 @@ class HalfRange:
         if pending is None:
             return
         largest, weights = pending[0].read(), pending[1]
-        held = {w for w, size in zip(weights, largest, strict=True) if size >= HALF_MAX} - self._told
-        self._told |= held
+        clamped = {w for w, size in zip(weights, largest, strict=True) if size >= HALF_MAX} - self._reported
+        self._reported |= clamped
         names = self._names()
-        here = [names.get(w, "?") for w in weights if w in held]
+        here = [names.get(w, "?") for w in weights if w in clamped]
         if here:
             (rank_zero_warn if self._copied else warnings.warn)(
                 f"MasterWeightsPrecision('16-true'): elements of {listed(here)} have reached"

@@ -21,6 +21,7 @@ train apart, without an error.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,31 @@ from lightning_mp.precision.masters.loaded_masters import (
 )
 from lightning_mp.precision.masters.store import MasterStore
 
-__all__ = ["MASTER_KEY", "MasterHooks"]
+
+@dataclass
+class _Swap:
+    """The masters that are swapped in, and what is to be put back; one for each step, or block of it."""
+
+    masters: dict[Tensor, Tensor] = field(default_factory=dict)  # by parameter
+    optimizers: list[Optimizer] = field(default_factory=list)  # whose states have moved to the masters
+    whole_groups: list[tuple[dict[str, Any], list[Tensor]]] = field(default_factory=list)  # with their parameters
+    versions: dict[Tensor, int] = field(default_factory=dict)  # of the parameters
+    marks: list[tuple[Tensor | None, int]] = field(default_factory=list)  # of the gradients
+    depth: int = 0  # of calls of the hooks: a subclass's step calls its parent's
+
+    def move_state(self, source: Tensor, target: Tensor) -> None:
+        """Moves the states of a parameter to its master, or back."""
+        for optimizer in self.optimizers:
+            state = optimizer.state.pop(source, None)
+            if state is not None:
+                optimizer.state[target] = state
+
+    def gradients_are_the_same(self) -> bool:
+        """Whether no backward and no ``zero_grad`` has come since masters were swapped in."""
+        return all(
+            parameter.grad is gradient and (gradient is None or version in (-1, private_api.version_of(gradient)))
+            for parameter, (gradient, version) in zip(self.masters, self.marks, strict=True)
+        )
 
 
 class MasterHooks:
@@ -64,13 +89,7 @@ class MasterHooks:
         self._compiled = compiled
         self._store = store
         self._gradients = gradients if gradients is not None else Fp32Gradients()
-        # The parameters of each group while one block of them is in its place.
-        self._whole: list[tuple[dict[str, Any], list[Tensor]]] = []
-        self._swapped_in: dict[Tensor, Tensor] = {}
-        self._stepping: list[Optimizer] = []
-        self._versions: dict[Tensor, int] = {}
-        self._marks: list[tuple[Tensor | None, int]] = []
-        self._depth = 0
+        self._swap = _Swap()
         #: While it is set, the optimizer works as if there were no masters: its parameters are fp32.
         self.paused = False
         self._accumulating: set[Tensor] = set()
@@ -103,7 +122,7 @@ class MasterHooks:
         self._ends = []
 
     def _on_masters(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._swapped_in:
+        if self._swap.masters:
             return method(*args, **kwargs)
         try:
             self._swap_in(only_with_gradient=False)
@@ -130,12 +149,12 @@ class MasterHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if self.paused:
             return None
-        if self._swapped_in and self._gradients_are_the_same():
+        if self._swap.masters and self._swap.gradients_are_the_same():
             # torch calls the hooks again when a subclass's step calls its parent's: this is the same step.
-            self._depth += 1
+            self._swap.depth += 1
             return None
         self.swap_out()  # what a step that raised may have left
-        self._depth = 1
+        self._swap.depth = 1
         self._store.steps += 1
         # args[0] is the optimizer itself.
         wrapped = self._with_weights if self._compiled is None else _evaluated
@@ -164,7 +183,7 @@ class MasterHooks:
         groups = self.optimizer.param_groups
         stepped = {p: g for g in groups for p in g["params"] if p.grad is not None and self._store.takes(p)}
         compiled.step(stepped, self._gradients.factor)
-        self._whole = [(group, group["params"]) for group in groups]
+        self._swap.whole_groups = [(group, group["params"]) for group in groups]
         for group in groups:
             group["params"] = [p for p in group["params"] if not self._store.takes(p)]
 
@@ -178,24 +197,24 @@ class MasterHooks:
         groups = self.optimizer.param_groups
         whole = [(group, group["params"]) for group in groups]
         for block in blocks:
-            depth, self._whole = self._depth, whole
+            depth, self._swap.whole_groups = self._swap.depth, whole
             for group, members in zip(groups, block, strict=True):
                 group["params"] = members
             self._swap_in(only_with_gradient=True)
             if block is not blocks[-1]:
                 private_api.step_without_hooks(self.optimizer)
                 self.swap_out()
-            self._depth = depth
+            self._swap.depth = depth
 
     def _with_weights(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure's forward needs the 16-bit weights, as they are by then."""
 
         def run() -> Any:
-            depth = self._depth
+            depth = self._swap.depth
             self.swap_out()
             result = closure()
             self._swap_in(only_with_gradient=False)
-            self._depth = depth
+            self._swap.depth = depth
             return result
 
         return run
@@ -203,10 +222,10 @@ class MasterHooks:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.paused:
             return
-        self._depth -= 1
-        if self._depth > 0:
+        self._swap.depth -= 1
+        if self._swap.depth > 0:
             return
-        changed = [p for p, version in self._versions.items() if private_api.version_of(p) != version]
+        changed = [p for p, version in self._swap.versions.items() if private_api.version_of(p) != version]
         self.swap_out()
         if changed:
             raise RuntimeError(
@@ -217,7 +236,8 @@ class MasterHooks:
 
     @torch.no_grad()
     def _swap_in(self, *, only_with_gradient: bool) -> None:
-        self._stepping = with_wrapped(self.optimizer)
+        swap = self._swap
+        swap.optimizers = with_wrapped(self.optimizer)
         places = [
             (group, index, parameter)
             for group in self.optimizer.param_groups
@@ -228,46 +248,31 @@ class MasterHooks:
         masters = self._store.swap_in([parameter for _, _, parameter in places])
         for (group, index, parameter), master in zip(places, masters, strict=True):
             if parameter in new:
-                _widen(self._stepping, group, parameter, master)
+                _widen(swap.optimizers, group, parameter, master)
             group["params"][index] = master
-            self._swapped_in[parameter] = master
-            self._versions[parameter] = private_api.version_of(parameter)
-            self._move_state(parameter, master)
-        with_gradient = [p for p in self._swapped_in if p.grad is not None]
+            swap.masters[parameter] = master
+            swap.versions[parameter] = private_api.version_of(parameter)
+            swap.move_state(parameter, master)
+        with_gradient = [p for p in swap.masters if p.grad is not None]
         gradients = self._gradients.for_step([p.grad for p in with_gradient if p.grad is not None])
         for parameter, gradient in zip(with_gradient, gradients, strict=True):
-            self._swapped_in[parameter].grad = gradient
-        self._marks = [_mark(parameter.grad, master) for parameter, master in self._swapped_in.items()]
-
-    def _gradients_are_the_same(self) -> bool:
-        """Whether no backward and no ``zero_grad`` has come since masters were swapped in."""
-        return all(
-            parameter.grad is gradient and (gradient is None or version in (-1, private_api.version_of(gradient)))
-            for parameter, (gradient, version) in zip(self._swapped_in, self._marks, strict=True)
-        )
+            swap.masters[parameter].grad = gradient
+        swap.marks = [_mark(parameter.grad, master) for parameter, master in swap.masters.items()]
 
     def swap_out(self) -> None:
         """Puts the 16-bit parameters back and writes them again, if masters are swapped in; can be called any time."""
-        swapped_in, self._swapped_in = self._swapped_in, {}
-        self._versions, self._marks, self._depth = {}, [], 0
-        whole, self._whole = self._whole, []
-        for group, parameters in whole:
+        swap, self._swap = self._swap, _Swap()
+        for group, parameters in swap.whole_groups:
             group["params"] = parameters
-        if not swapped_in:
+        if not swap.masters:
             return
-        parameter_of = {master: parameter for parameter, master in swapped_in.items()}
+        parameter_of = {master: parameter for parameter, master in swap.masters.items()}
         for group in self.optimizer.param_groups:
             group["params"][:] = [parameter_of.get(p, p) for p in group["params"]]
-        for parameter, master in swapped_in.items():
-            self._move_state(master, parameter)
+        for parameter, master in swap.masters.items():
+            swap.move_state(master, parameter)
             master.grad = None
-        self._store.write_back(list(swapped_in), list(swapped_in.values()))
-
-    def _move_state(self, source: Tensor, target: Tensor) -> None:
-        for optimizer in self._stepping:
-            state = optimizer.state.pop(source, None)
-            if state is not None:
-                optimizer.state[target] = state
+        self._store.write_back(list(swap.masters), list(swap.masters.values()))
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
