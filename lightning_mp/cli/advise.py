@@ -18,8 +18,8 @@ from lightning_mp.planning.advice.recommend import recommend
 from lightning_mp.planning.advice.recommendation import Recommendation
 
 _DESCRIPTION = """\
-Recommends precision, strategy, checkpointing and accumulation, with the reason and the source of each and how sure it
-is, and prints the Trainer. Nothing is run or measured."""
+Recommend precision, strategy, activation checkpointing and accumulation, each with its reason, source and confidence,
+and print the Trainer. Nothing is run or measured."""
 
 _EXAMPLES = """\
 examples:
@@ -34,23 +34,23 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "advise", help="which precision and strategy to use, and why", description=_DESCRIPTION, epilog=_EXAMPLES
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu, mps or a chip such as t4; default: the one here")
-    parser.add_argument("--gpus", metavar="N", help="devices (default 1)")
+    parser.add_argument("--device", metavar="NAME", help="cpu, mps or a GPU such as t4; default: the one in this machine")
+    parser.add_argument("--gpus", metavar="N", help="number of devices (default 1)")
     parser.add_argument(
-        "--memory-bytes", metavar="B", help="of one device, such as 40GB; default the larger size of the chip"
+        "--memory-bytes", metavar="B", help="memory of one device, such as 40GB; default: its largest variant"
     )
     parser.add_argument("--goal", choices=get_args(Goal), default="pretrain", help="default pretrain")
-    parser.add_argument("--params", metavar="N", help="parameters of the model, such as 7B")
+    parser.add_argument("--params", metavar="N", help="model size in parameters, such as 7B")
     add_shape(parser.add_argument_group("or the shape of a decoder"))
-    parser.add_argument("--context", metavar="T", dest="context_tokens", help="default 4096")
-    parser.add_argument("--tokens-per-step", metavar="T", help="of one optimizer step on all devices")
+    parser.add_argument("--context", metavar="T", dest="context_tokens", help="sequence length in tokens; default 4096")
+    parser.add_argument("--tokens-per-step", metavar="T", help="tokens per optimizer step, over all devices")
     parser.add_argument(
         "--blocks", metavar="GLOB", default="*.layers.*", help="modules to checkpoint (default %(default)s)"
     )
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--python", action="store_true", help="the code alone")
-    output.add_argument("--yaml", action="store_true", help="the configuration for LightningCLI alone")
-    output.add_argument("--json", action="store_true", help="for machines")
+    output.add_argument("--python", action="store_true", help="print only the Python code")
+    output.add_argument("--yaml", action="store_true", help="print only the configuration for LightningCLI")
+    output.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, parser=parser)
 
 

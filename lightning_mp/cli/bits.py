@@ -16,9 +16,9 @@ from lightning_mp.resume.differences import Difference, compare_checkpoints, kin
 from lightning_mp.resume.records import first_parting, read_records
 
 _DESCRIPTION = """\
-Compare two checkpoints of the same step, or two files of ExactResume(record=...), bit by bit. Of checkpoints, files or
-folders with shards, print what differs first: weights, masters, optimizer state, loss scaler, counters, random state,
-position in the data. Of recorded runs, print the first step at which they part.
+Compare two checkpoints of the same step, or two files written by ExactResume(record=...), bit by bit. For checkpoints
+(single files or sharded folders), print what differs: weights, masters, optimizer state, loss scaler, counters, random
+state, position in the data. For recorded runs, print the first step at which they diverge.
 
 The exit code is 0 if they are equal and 1 if they differ."""
 
@@ -39,9 +39,9 @@ def add_bits_command(commands: "argparse._SubParsersAction[Any]") -> None:
         epilog=_EXAMPLES,
     )
     parser.add_argument("first", type=Path, help="a checkpoint or a .jsonl file")
-    parser.add_argument("second", type=Path, help="the same of another run")
-    parser.add_argument("--trust", action="store_true", help="load files that hold other objects, which can run code")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("second", type=Path, help="the same from another run")
+    parser.add_argument("--trust", action="store_true", help="load files with arbitrary objects, which can run code")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, parser=parser)
 
 

@@ -20,8 +20,8 @@ from lightning_mp.planning.scaling_laws.optimum import warn_far_outside
 
 _DESCRIPTION = """\
 Fit L(N, D) = E + A / N^alpha + B / D^beta to finished runs. The file is a CSV with a header: parameters, loss, and
-tokens or flops, separated by commas, semicolons or tabs; numbers may be written 1.3B or 1e21. Where the fit is not
-certified to be a minimum, that is said first and no plan is made."""
+tokens or flops, separated by commas, semicolons or tabs; numbers may be written 1.3B or 1e21. If the fit is not
+certified to be a minimum, the output says so first and contains no plan."""
 
 _EXAMPLES = """\
 examples:
@@ -41,14 +41,14 @@ def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "fit", help="fit a scaling law to your own runs", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     parser.add_argument("runs", type=Path, metavar="RUNS.CSV", help="one line per finished run")
-    parser.add_argument("--flops", metavar="C", help="budget to plan for; default ten times the largest run")
+    parser.add_argument("--flops", metavar="C", help="compute budget to plan for; default: ten times the largest run")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs and the frontier: png, pdf or svg")
     parser.add_argument("--samples", type=int, default=4000, metavar="S", help="bootstrap samples; default 4000")
     parser.add_argument(
-        "--confidence", default="95%", metavar="P", help="of the intervals, such as 0.8 or 80%% (default 95%%)"
+        "--confidence", default="95%", metavar="P", help="confidence of the intervals, such as 0.8 or 80%% (default 95%%)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the bootstrap; default 0")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the bootstrap; default 0")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, parser=parser)
 
 

@@ -8,9 +8,9 @@ from lightning_mp.cli.text import print_json, print_table
 from lightning_mp.core.number_formats import FORMATS, NumberFormat
 
 _DESCRIPTION = """\
-Range and precision of each number format, computed from its bits: of the exponent and the mantissa (exp+man), and the
-sign. Below the smallest normal number precision is lost bit by bit; up to half of the smallest subnormal number
-everything rounds to 0. Digits are decimal; epsilon is the distance from 1 to the next number."""
+Range and precision of each number format, computed from its exponent and mantissa bits (exp+man). Below the smallest
+normal number, precision is lost bit by bit; magnitudes up to half the smallest subnormal number round to 0. Digits are
+decimal; epsilon is the distance from 1 to the next larger number."""
 
 _EXAMPLES = """\
 examples:
@@ -28,7 +28,7 @@ def add_formats_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "formats", help="range and precision of number formats", description=_DESCRIPTION, epilog=_EXAMPLES
     )
-    parser.add_argument("--json", action="store_true", help="for machines, with the source of each")
+    parser.add_argument("--json", action="store_true", help="print JSON, with the source of each format")
     parser.set_defaults(run=_run, parser=parser)
 
 

@@ -16,8 +16,9 @@ from lightning_mp.planning.memory.estimate import MemoryEstimate, MemoryStrategy
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
 _DESCRIPTION = """\
-What one training step keeps in memory, by part. With --module the step of your own module is measured on fake
-tensors: nothing is computed and no memory is used. With a shape or a config.json, formulas estimate it for one GPU."""
+Show what one training step keeps in memory, by part. With --module, a step of your own module is traced on fake
+tensors, which needs no GPU and allocates no memory. With a model shape or a config.json, formulas estimate it for one
+GPU."""
 
 _EXAMPLES = """\
 examples:
@@ -39,20 +40,20 @@ def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "memory", help="what a training step keeps in memory", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     module = parser.add_argument_group("your own module")
-    module.add_argument("--module", metavar="PACKAGE:FUNCTION", help="makes the module and a batch of one micro-batch")
-    module.add_argument("--optimizer", metavar="NAME", help="of torch.optim; default configure_optimizers, or AdamW")
+    module.add_argument("--module", metavar="PACKAGE:FUNCTION", help="function that returns the module and one micro-batch")
+    module.add_argument("--optimizer", metavar="NAME", help="class in torch.optim; default: configure_optimizers, or AdamW")
     module.add_argument("--strategy", choices=get_args(MemoryStrategy), help="default single")
     module.add_argument("--ranks", metavar="N", help="data-parallel ranks (default 1)")
     module.add_argument("--device-type", choices=("cuda", "cpu"), help="default cuda")
-    module.add_argument("--plot", type=Path, metavar="FILE", help="draw the parts over the step: png, pdf or svg")
+    module.add_argument("--plot", type=Path, metavar="FILE", help="plot the parts over the step: png, pdf or svg")
     add_shape(parser.add_argument_group("or the shape of a decoder"))
     step = parser.add_argument_group("step of a decoder")
-    step.add_argument("--sequences", metavar="S", help="in a micro-batch (default 1)")
-    step.add_argument("--context", metavar="T", dest="context_tokens", help="default 4096")
+    step.add_argument("--sequences", metavar="S", help="sequences per micro-batch (default 1)")
+    step.add_argument("--context", metavar="T", dest="context_tokens", help="sequence length; default 4096")
     parser.add_argument(
         "--precision", type=precision_name, choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed"
     )
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, parser=parser)
 
 
@@ -167,7 +168,7 @@ def _print_remedies(config: DecoderConfig, arguments: argparse.Namespace) -> Non
     rows = [(name, _needs(decoder_memory(config, to, precision=dtype, **step))) for name, to, dtype in changes]
     print("\nIf it does not fit:\n")
     print_table(("change", "GPU needs"), rows)
-    print_paragraph("\nEvery layout and which GPUs would do: lightning-mp plan with the same shape.")
+    print_paragraph("\nFor every layout, and the GPUs that suffice, run lightning-mp plan with the same shape.")
 
 
 def _print_remedies_of_module(estimate: MemoryEstimate) -> None:
@@ -175,7 +176,7 @@ def _print_remedies_of_module(estimate: MemoryEstimate) -> None:
     states = sum(parts.get(part, 0) for part in ("weights", "gradients", "masters", "optimizer states"))
     if 2 * states > estimate.peak_bytes:
         advice = (
-            "most of it is weights, gradients and states: shard them with FSDP2Strategy() (--strategy fsdp2 --ranks 8"
+            "most of it is weights, gradients and optimizer states: shard them with FSDP2Strategy() (--strategy fsdp2 --ranks 8"
         )
         advice += " shows the effect), or use adapters"
     else:

@@ -16,16 +16,16 @@ _FEWEST = 1000
 def add_shape(group: "argparse._ArgumentGroup") -> None:
     """Adds the options."""
     group.add_argument("--config", metavar="FILE", help="config.json of a Hugging Face model")
-    group.add_argument("--layers", metavar="L", help="blocks")
-    group.add_argument("--width", metavar="W", help="of the residual stream")
-    group.add_argument("--vocab", metavar="V", dest="vocabulary", help="token ids")
-    group.add_argument("--heads", metavar="H", help="of queries; default one per 128 of width")
-    group.add_argument("--kv-heads", metavar="K", help="of keys and values; default as many")
-    group.add_argument("--head-width", metavar="S", help="of one head; default width over heads")
-    group.add_argument("--ffn", metavar="F", dest="ffn_width", help="width inside the MLP; default 8/3 of width")
-    group.add_argument("--experts", metavar="E", help="of a mixture")
-    group.add_argument("--active-experts", metavar="A", help="of one token; default 2")
-    group.add_argument("--tied-head", action="store_true", help="the output layer is the token table")
+    group.add_argument("--layers", metavar="L", help="number of blocks")
+    group.add_argument("--width", metavar="W", help="width of the residual stream")
+    group.add_argument("--vocab", metavar="V", dest="vocabulary", help="vocabulary size")
+    group.add_argument("--heads", metavar="H", help="query heads; default: width / 128")
+    group.add_argument("--kv-heads", metavar="K", help="key and value heads; default: as many as --heads")
+    group.add_argument("--head-width", metavar="S", help="width of one head; default: width / heads")
+    group.add_argument("--ffn", metavar="F", dest="ffn_width", help="hidden width of the MLP; default: 8/3 of width")
+    group.add_argument("--experts", metavar="E", help="experts of a mixture-of-experts model")
+    group.add_argument("--active-experts", metavar="A", help="experts per token; default 2")
+    group.add_argument("--tied-head", action="store_true", help="the output layer shares the token embedding")
 
 
 def config_of(arguments: argparse.Namespace) -> DecoderConfig | None:

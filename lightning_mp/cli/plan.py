@@ -34,10 +34,10 @@ from lightning_mp.planning.scaling_laws.scaling_law import DEFAULT_LAW, LAWS, Pa
 from lightning_mp.planning.training_run import TrainingRun, run_time, training_run
 
 _DESCRIPTION = """\
-Plans a training run. Give one of --flops, --params, --tokens, --device-hours and --cost for the compute-optimal run, or
-two of model, tokens and compute for a run of your own; the rest is filled in (C = 6 N D). With --device come time and
-cost, and memory and communication per layout on --gpus; with a model and no --device, which chips would do. Numbers may
-be written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
+Plan a training run. Give one of --flops, --params, --tokens, --device-hours and --cost for the compute-optimal run, or
+two of model, tokens and compute for a run of your own; the rest follows from C = 6 N D. --device adds time and cost,
+and memory and communication per layout on --gpus; a model without --device lists the chips that suffice. Numbers may be
+written 1.3B, 1e21, 40%, 1EFLOP, 5PF-days or 300_000_000."""
 
 _EXAMPLES = """\
 examples:
@@ -59,41 +59,41 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "plan", help="size a model, its run and its machine", description=_DESCRIPTION, epilog=_EXAMPLES
     )
-    target = parser.add_argument_group("run (one of them, or two of model, tokens and compute)")
+    target = parser.add_argument_group("run (one of these, or two of model, tokens and compute)")
     target.add_argument("--flops", metavar="C", help="training compute")
     target.add_argument("--params", metavar="N", dest="parameters", help="model size")
     target.add_argument("--tokens", metavar="D", help="training tokens")
     target.add_argument("--device-hours", metavar="H", help="hours times devices, with --device and --mfu")
-    target.add_argument("--cost", metavar="P", help="to spend on device hours, with --price, --device and --mfu")
-    add_shape(parser.add_argument_group("shape of a decoder, for memory (in place of --params)"))
+    target.add_argument("--cost", metavar="P", help="budget for device hours, with --price, --device and --mfu")
+    add_shape(parser.add_argument_group("shape of a decoder, for memory (instead of --params)"))
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--device", metavar="CHIP", help="h100, a100, 'RTX 4090', ...: time and GPU hours")
-    machine.add_argument("--gpus", metavar="G", help="how many (default 1)")
-    machine.add_argument("--mfu", metavar="F", help="model FLOPs utilisation as measured: 0.4 or 40%%")
+    machine.add_argument("--device", metavar="CHIP", help="h100, a100, 'RTX 4090', ...; adds time and GPU hours")
+    machine.add_argument("--gpus", metavar="G", help="number of GPUs (default 1)")
+    machine.add_argument("--mfu", metavar="F", help="measured model FLOPs utilisation: 0.4 or 40%%")
     machine.add_argument(
         "--dtype",
         metavar="T",
-        help="format of the matmuls: bf16 (default; fp16 on chips without it), fp16, fp8, tf32 or fp32",
+        help="matmul format: bf16 (default; fp16 on chips without bf16), fp16, fp8, tf32 or fp32",
     )
     machine.add_argument(
-        "--memory-bytes", metavar="B", help="of one GPU, such as 40GB; default the larger size of the chip"
+        "--memory-bytes", metavar="B", help="memory of one GPU, such as 40GB; default: its largest variant"
     )
-    machine.add_argument("--price", metavar="P", help="of one GPU for an hour: cost")
+    machine.add_argument("--price", metavar="P", help="price of one GPU hour; adds the cost")
     machine.add_argument(
         "--precision",
         type=precision_name,
         choices=list(PRECISIONS),
         help="default bf16-mixed; 16-mixed on chips without bf16 units",
     )
-    machine.add_argument("--context", metavar="T", dest="context_tokens", help="default 4096")
-    machine.add_argument("--tokens-per-step", metavar="T", help="over all GPUs (default about 2^22)")
-    parser.add_argument("--law", choices=list(LAWS), default=DEFAULT_LAW, help=f"default {DEFAULT_LAW}")
+    machine.add_argument("--context", metavar="T", dest="context_tokens", help="sequence length; default 4096")
+    machine.add_argument("--tokens-per-step", metavar="T", help="tokens per optimizer step, over all GPUs (default about 2^22)")
+    parser.add_argument("--law", choices=list(LAWS), default=DEFAULT_LAW, help=f"scaling law; default {DEFAULT_LAW}")
     parser.add_argument(
-        "--unique-tokens", metavar="U", help="all the tokens there are; beyond them, tokens are repeated"
+        "--unique-tokens", metavar="U", help="size of the data set in tokens; beyond it, tokens are repeated"
     )
-    parser.add_argument("--inference-tokens", metavar="T", help="of the model's life: the cheapest model with them")
-    parser.add_argument("--wide", action="store_true", help="every column: memory by part, bytes sent")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--inference-tokens", metavar="T", help="expected inference tokens; finds the cheapest model over its lifetime")
+    parser.add_argument("--wide", action="store_true", help="print every column, with memory by part and bytes sent")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, parser=parser)
 
 
@@ -178,7 +178,7 @@ def _assumed_shape(size: PlannedRun) -> DecoderConfig | None:
 def _on_machine(
     answer: Answer, arguments: argparse.Namespace, chip: Chip | None, gpus: int, dtype: str | None
 ) -> Answer:
-    """With memory of the chip and the layouts on it; without a chip with the chips that would do."""
+    """With memory of the chip and the layouts on it; without a chip with the chips that suffice."""
     config, context, precision = answer.config, answer.context_tokens, answer.precision
     if config is None:
         return answer
@@ -250,6 +250,6 @@ def _check_machine(arguments: argparse.Namespace, *, model_given: bool) -> None:
             raise ValueError(f"`{name}` needs a chip or a model. Pass `device` or `parameters`, or leave `{name}` out.")
     for name in ("mfu", "dtype", "price", "memory_bytes", "tokens_per_step", "gpus"):
         if name == "gpus" and model_given:
-            continue  # without a chip the answer is which chips would do
+            continue  # without a chip the answer is which chips suffice
         if getattr(arguments, name) is not None and arguments.device is None:
             raise ValueError(f"`{name}` needs a chip. Pass `device`, such as h100, or leave `{name}` out.")

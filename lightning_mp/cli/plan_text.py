@@ -67,7 +67,7 @@ def print_answer(answer: Answer, *, wide: bool = False) -> None:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """The same for machines."""
+    """The same as JSON values."""
     content: dict[str, Any] = {}
     if answer.optimum is not None:
         content = {**_as_json(answer.optimum), "spread": [_as_json(row) for row in answer.optimum.spread]}
@@ -150,11 +150,11 @@ def _print_run(run: TrainingRun, of_all: str) -> None:
     ]
     if run.unique_tokens is not None:
         rows.append(("epochs", f"{run.epochs:.3g}", "-"))
-    print_table(("", "this run", "best of its compute"), rows)
+    print_table(("", "this run", "optimum for its compute"), rows)
 
 
 def _print_time(time: RunTime) -> None:
-    whose = "as given" if time.measured else "none measured: what well-run jobs report, measure yours"
+    whose = "as given" if time.measured else "not measured: the range that well-tuned jobs report"
     peak = f"{time.peak_flops_per_second / 1e12:g} TFLOP/s dense {time.dtype} each"
     shares = tuple(f"{100 * share:.3g}%" for share in dict.fromkeys(time.mfu))
     print_paragraph(f"\n{time.gpus} x {time.chip}, {peak}, MFU {' to '.join(shares)} ({whose}):\n")
@@ -177,16 +177,16 @@ def _pair(values: tuple[float, float]) -> str:
 
 def _print_inference(best: InferenceAware, *, repeats: bool) -> None:
     print_paragraph(
-        f"\nWith {format_quantity(best.inference_tokens)} tokens of inference the same loss is cheapest with"
+        f"\nWith {format_quantity(best.inference_tokens)} tokens of inference, the same loss is cheapest with"
         f" {format_quantity(best.parameters)} parameters on {format_quantity(best.tokens)} tokens:"
-        f" {best.saving:.0%} less compute over the life (Sardana et al. 2024)."
-        + (" Repeated tokens count as new ones in this." if repeats else "")
+        f" {best.saving:.0%} less compute over the lifetime of the model (Sardana et al. 2024)."
+        + (" This counts repeated tokens as new ones." if repeats else "")
     )
 
 
 def _print_layouts(answer: Answer, *, wide: bool) -> None:
     assert answer.layouts is not None
-    has = f"of {answer.memory_bytes / 1e9:g} GB" if answer.memory_bytes else "whose memory is not known"
+    has = f"of {answer.memory_bytes / 1e9:g} GB" if answer.memory_bytes else "of unknown memory"
     config = answer.config
     assert config is not None
     if answer.assumed_shape:
@@ -232,11 +232,11 @@ def _print_assumed(config: DecoderConfig | None) -> None:
 
 
 def _alternatives(answer: Answer, verdict: str | None, kind: str = "") -> str:
-    decides = " Only the allocator decides." if verdict == "may fit" else ""
+    decides = " That depends on the allocator." if verdict == "may fit" else ""
     if answer.enough is None:
-        return f"{decides} Take larger GPUs, a shorter --context, or --precision bf16-remainder."
+        return f"{decides} Use larger GPUs, a shorter --context, or --precision bf16-remainder."
     gpus, layout = answer.enough
-    return f"{decides} {gpus} GPUs{kind} would do: {layout.name}."
+    return f"{decides} {gpus} GPUs{kind} suffice: {layout.name}."
 
 
 def _print_chips(answer: Answer, chips: list[ChipChoice]) -> None:
@@ -253,7 +253,7 @@ def _print_chips(answer: Answer, chips: list[ChipChoice]) -> None:
         return
     print_paragraph(
         f"\nChips, in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, of which {gpus}"
-        " would do, with the layout that takes most sequences at once (of each data rank):\n"
+        " suffice, with the layout that takes the most sequences at once (per data rank):\n"
     )
     rows = []
     for row in fitting:
@@ -265,7 +265,7 @@ def _print_chips(answer: Answer, chips: list[ChipChoice]) -> None:
     print_table(("chip", "memory", "layout", "sequences"), rows)
     if len(fitting) < len(chips):
         most = chips[-len(fitting) - 1].memory_bytes
-        print_paragraph(f"\nOn chips of {most / 1e9:g} GB and less it is not sure to fit.")
+        print_paragraph(f"\nOn chips of {most / 1e9:g} GB or less it may not fit.")
 
 
 def _layout_row(choice: LayoutChoice) -> dict[str, str]:
@@ -338,7 +338,7 @@ def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
     if plan.unique_tokens is not None:
         lines.insert(-3, ("epochs", f"{plan.epochs:.3g} over {format_quantity(plan.unique_tokens)} unique tokens"))
     print_facts(lines)
-    print("\nThe same question to every published law; they do not agree:\n")
+    print("\nThe answer of every published law; they do not agree:\n")
     print_table(
         ("law", "parameters", "tokens", "tokens/N", "FLOPs", "loss", "times outside"),
         [_row(row) for row in plan.spread],

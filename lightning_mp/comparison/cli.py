@@ -18,9 +18,9 @@ from lightning_mp.comparison.result import PrecisionComparison
 from lightning_mp.core.pictures import check_picture
 
 _DESCRIPTION = """\
-Compares precisions on your module, or on the demo's: time per batch, peak memory and error of the gradient; with
---steps also the loss, in pairs of runs that start from the same weights and see the same data, with a confidence
-interval and a verdict: not worse, worse, or how many more seeds it takes to tell."""
+Compare precisions on your module, or on the demo's model: time per batch, peak memory and gradient error. With --steps,
+also compare the loss in pairs of runs that start from the same weights and see the same data, with a confidence
+interval and a verdict: not worse, worse, or how many more seeds are needed."""
 
 _EXAMPLES = f"""\
 examples:
@@ -31,9 +31,9 @@ examples:
     --file runs.jsonl --plot comparison.png
 
   example() returns (module, data) or (module, data, val_data): a LightningModule; a LightningDataModule, a loader or
-  one batch; a loader to validate on. It is called once for each run, so that each seed has its own initial weights.
+  one batch; a validation loader. It is called once per run, so that each seed has its own initial weights.
 
-precisions, the baseline first: {", ".join(PRECISION_NAMES)}"""
+precisions: {", ".join(PRECISION_NAMES)}"""
 
 _OF_PAIRS = ("seeds", "monitor", "margin", "confidence", "file")
 
@@ -51,7 +51,7 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", d
     """Adds ``compare`` to the command line."""
     parser = commands.add_parser(
         "compare",
-        help="what a precision costs and how well it trains, measured here",
+        help="measure what a precision costs and how well it trains",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
     )
@@ -63,23 +63,23 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", d
         default=["32-true", "bf16-mixed"],
         help="two or more, the baseline first; default 32-true bf16-mixed",
     )
-    parser.add_argument("--module", metavar="PACKAGE:FUNCTION", help="makes your module and its data")
+    parser.add_argument("--module", metavar="PACKAGE:FUNCTION", help="function that returns your module and its data")
     default.add_options(parser)
     pairs = parser.add_argument_group("paired runs")
-    pairs.add_argument("--steps", type=int, metavar="N", help="optimizer steps of each run; without, none is made")
-    pairs.add_argument("--seeds", type=int, metavar="N", help="pairs; default 5")
-    pairs.add_argument("--monitor", metavar="NAME", help="validation loss; default the training loss, demo val/loss")
-    pairs.add_argument("--margin", type=float, metavar="M", help="increase of the loss that is accepted; default 0.004")
-    pairs.add_argument("--confidence", type=float, metavar="P", help="of the intervals; default 0.95")
+    pairs.add_argument("--steps", type=int, metavar="N", help="optimizer steps per run; without it, only costs are measured")
+    pairs.add_argument("--seeds", type=int, metavar="N", help="number of pairs; default 5")
+    pairs.add_argument("--monitor", metavar="NAME", help="logged loss to compare; default: the training loss (demo: val/loss)")
+    pairs.add_argument("--margin", type=float, metavar="M", help="acceptable increase of the loss; default 0.004")
+    pairs.add_argument("--confidence", type=float, metavar="P", help="confidence of the intervals; default 0.95")
     pairs.add_argument(
-        "--file", type=Path, metavar="FILE", help="keeps finished runs; the same command continues there"
+        "--file", type=Path, metavar="FILE", help="record finished runs here; the same command continues from them"
     )
     parser.add_argument("--accelerator", default="auto", help="auto, cpu, cuda or mps; default auto")
     parser.add_argument(
         "--rounds", type=int, default=5, metavar="N", help="how often each precision is timed; default 5"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the result: png, pdf or svg")
-    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the result: png, pdf or svg")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, parser=parser, default=default)
 
 

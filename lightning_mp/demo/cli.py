@@ -44,8 +44,8 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
         epilog=_EXAMPLES,
     )
     groups = {
-        "": parser.add_argument_group("what to train (a resumed run keeps its own)"),
-        "layout": parser.add_argument_group("devices (a resumed run may have others)"),
+        "": parser.add_argument_group("what to train (fixed when a run is resumed)"),
+        "layout": parser.add_argument_group("devices (may change when a run is resumed)"),
     }
     # an option that was not given has no entry in the namespace: a resumed run keeps its own
     add_options(Settings, groups)
@@ -57,7 +57,7 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
     others.add_argument("--max-minutes", type=float, metavar="M", help="write a checkpoint and stop after M minutes")
     others.add_argument("--resume", action="store_true", help="resume the newest run under --out")
     others.add_argument(
-        "--json", action="store_true", help="print the summary for machines; what happens meanwhile goes to stderr"
+        "--json", action="store_true", help="print the summary as JSON; progress goes to stderr"
     )
     parser.set_defaults(run=_run, parser=parser)
 
@@ -108,8 +108,8 @@ def short_runs(
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("or the demo's model")
-    group.add_argument("--params", metavar="N", help="size of the model; default 100k")
-    group.add_argument("--text", metavar="FILE", help="instead of the standard library's source")
+    group.add_argument("--params", metavar="N", help="model size in parameters; default 100k")
+    group.add_argument("--text", metavar="FILE", help="train on this file instead of the standard library")
     group.add_argument("--batch-size", type=int, metavar="B", help="sequences per batch; default 8")
 
 

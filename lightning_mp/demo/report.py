@@ -1,4 +1,4 @@
-"""What a run came to: the figures, the final table and the picture."""
+"""The results of a run: the figures, the final table and the plot."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def format_table(summary: Mapping[str, Any], folder: Path) -> str:
         ("validation loss", _loss(summary["validation_loss"])),
         ("tokens per second", f"{summary['tokens_per_second'] or 0:,.0f} on {summary['device']}"),
         ("MFU", "" if summary["mfu"] is None else f"{summary['mfu']:.1%}"),
-        ("time in training", f"{summary['train_seconds']:.1f} s, validation left out"),
+        ("time in training", f"{summary['train_seconds']:.1f} s, without validation"),
         ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB {memory}"),
         *(("skipped step", _describe_skip(skip)) for skip in summary["skips"][:_SKIPS_IN_TABLE]),
     ]

@@ -47,7 +47,7 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
     """
     try:
         if job.resumed_tokens >= job.settings.plan.budget_tokens:
-            say(f"{job.folder} has spent its whole budget already. Start a new run without --resume.")
+            say(f"{job.folder} has already spent its whole budget. Start a new run without --resume.")
             if not (job.folder / "history.json").is_file():  # killed between checkpoint and history
                 return 0
         else:
@@ -215,7 +215,7 @@ def _announce(job: Job) -> None:
     if job.resumed_from is not None:
         say(f"Resuming after {job.resumed_tokens:,} tokens, from {job.resumed_from}.")
     if on_cpu and settings.precision == "fp8":
-        say("On a CPU fp8 is emulated: operands are rounded to fp8 and multiplied in fp32, which is slow.")
+        say("On a CPU, fp8 is emulated: operands are rounded to fp8 and multiplied in fp32, which is slow.")
     elif on_cpu and "16" in settings.precision:
         name = "bf16" if settings.precision.startswith("bf16") else "fp16"
         if not any(there for feature, there in torch.cpu.get_capabilities().items() if feature.endswith(name)):

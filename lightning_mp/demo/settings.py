@@ -69,7 +69,7 @@ def check_combinations(settings: Any) -> None:
         for other, values in each.metadata["only_with"].items():
             if getattr(settings, each.name) != each.default and getattr(settings, other) not in values:
                 raise ValueError(
-                    f"{flag(each.name)} works only with {flag(other)} {' or '.join(map(str, values))}, and that is "
+                    f"{flag(each.name)} works only with {flag(other)} {' or '.join(map(str, values))}, not "
                     f"{getattr(settings, other)}: change one of the two."
                 )
 
@@ -109,17 +109,17 @@ class Settings:
     """Everything that the final weights depend on. What a resumed run may change is in the group "layout"."""
 
     precision: Precision = setting(
-        "bf16-mixed", "bf16-true and 16-true keep fp32 masters; on a CPU fp16 is slow and fp8 emulated"
+        "bf16-mixed", "bf16-true and 16-true keep fp32 masters; on a CPU, fp16 is slow and fp8 is emulated"
     )
     storage: Storage = setting("fp32", "master weights of bf16-true", precision=["bf16-true"])
     recipe: Float8Recipe = setting("rowwise", "scaling of fp8", precision=["fp8"])
-    params: int = setting(100_000, "size of the model", read=_read_parameters)
-    tokens_per_parameter: float = setting(20.0, "token budget; 20 is Chinchilla's")
+    params: int = setting(100_000, "model size in parameters", read=_read_parameters)
+    tokens_per_parameter: float = setting(20.0, "token budget; 20 is the Chinchilla rule")
     batch_size: int = setting(8, "sequences per micro-batch and data-parallel rank")
     text: str | None = setting(None, "train on this file instead of the standard library", metavar="FILE")
-    seed: int = setting(0, "of the weights and the order of the text")
+    seed: int = setting(0, "seed of the weights and the order of the text")
     inject_overflow: int | None = setting(
-        None, "make a gradient infinite at this optimizer step, from 0", precision=SCALED_PRECISIONS
+        None, "make a gradient infinite at this optimizer step, counted from 0", precision=SCALED_PRECISIONS
     )
     devices: int = setting(1, "number of GPUs or CPU processes", group="layout")
     strategy: str = setting(
@@ -128,9 +128,9 @@ class Settings:
         "mp_pipeline, mp_ddp_bf16_reduce, mp_ddp_fp16_reduce, or any other that Lightning knows",
         group="layout",
     )
-    tensor_parallel: int = setting(1, "devices per layer, with mp_fsdp2", group="layout", strategy=["auto", "mp_fsdp2"])
+    tensor_parallel: int = setting(1, "devices that share each layer, with mp_fsdp2", group="layout", strategy=["auto", "mp_fsdp2"])
     stages: int | None = setting(
-        None, "stages of mp_pipeline; else one per device", group="layout", strategy=["mp_pipeline"]
+        None, "stages of mp_pipeline; default: one per device", group="layout", strategy=["mp_pipeline"]
     )
 
     def __post_init__(self) -> None:

@@ -41,11 +41,11 @@ def _refusal(capsys, *arguments):
             "argument --precision: invalid choice: 'int4' (choose from ",
         ),
         (["--precision", "fp8", "--recipe", "soup"], "argument --recipe: invalid choice: 'soup' (choose from "),
-        (["--recipe", "tensorwise"], "--recipe works only with --precision fp8, and that is bf16-mixed"),
+        (["--recipe", "tensorwise"], "--recipe works only with --precision fp8, not bf16-mixed"),
         (["--precision", "bf16-true", "--storage", "tape"], "argument --storage: invalid choice: 'tape' (choose from "),
         (
             ["--precision", "16-true", "--storage", "remainder"],
-            "works only with --precision bf16-true, and that is 16-true",
+            "works only with --precision bf16-true, not 16-true",
         ),
         (["--precision", "tf32", "--accelerator", "cpu"], "TF32Precision cannot run on this device: TF32 is a mode of"),
         (
@@ -54,9 +54,9 @@ def _refusal(capsys, *arguments):
         ),
         (
             ["--tensor-parallel", "2", "--devices", "2", "--strategy", "ddp"],
-            "--tensor-parallel works only with --strategy auto or mp_fsdp2, and that is ddp: change one of the two",
+            "--tensor-parallel works only with --strategy auto or mp_fsdp2, not ddp: change one of the two",
         ),
-        (["--stages", "2", "--devices", "2"], "--stages works only with --strategy mp_pipeline, and that is auto"),
+        (["--stages", "2", "--devices", "2"], "--stages works only with --strategy mp_pipeline, not auto"),
         (
             ["--accelerator", "cpu", "--strategy", "mp_pipeline", "--stages", "2", "--devices", "1"],
             "PipelineParallelStrategy(stages=2) needs a multiple of 2 ranks, and the Trainer has 1",
@@ -79,7 +79,7 @@ def _refusal(capsys, *arguments):
         ),
         (
             ["--inject-overflow", "3"],
-            "--inject-overflow works only with --precision 16-mixed or 16-true, and that is bf16-mixed",
+            "--inject-overflow works only with --precision 16-mixed or 16-true, not bf16-mixed",
         ),
         (["--precision", "16-mixed", "--inject-overflow", "-1"], "so give a number from 0 to 1093"),
         (
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_ends_too_early_is_passed_over(capsys, finished_run):
     cut.write_bytes(whole.read_bytes()[:1000])
     with pytest.warns(UserWarning, match=r"skips .*cut.ckpt: the file ends too early"):
         assert main(["demo", "--resume", "--out", str(finished_run)]) == 0
-    assert "has spent its whole budget already" in capsys.readouterr().out
+    assert "has already spent its whole budget" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_resuming_a_finished_run_says_so_and_shows_its_summary(capsys, finished_
     weights = torch.load(latest_checkpoint(finished_run), weights_only=True)["state_dict"]
     assert main(["demo", "--resume", "--out", str(finished_run)]) == 0
     output = capsys.readouterr().out
-    assert "has spent its whole budget already" in output
+    assert "has already spent its whole budget" in output
     assert "2,779 (spent exactly)" in output
     after = torch.load(latest_checkpoint(finished_run), weights_only=True)["state_dict"]
     assert all(torch.equal(weights[name], after[name]) for name in weights)

@@ -53,7 +53,7 @@ def test_a_run_far_from_the_optimum_has_loss_time_and_cost(capsys):
     assert found["time"]["cost"] == pytest.approx([2 * hours for hours in found["time"]["gpu_hours"]])
     assert "times outside the models" in found["warnings"][0]
     printed = output(capsys, words).out
-    assert "best of its compute" in printed
+    assert "optimum for its compute" in printed
     assert "1024 x H100 SXM, 989.4 TFLOP/s dense bf16 each, MFU 40% (as given):" in words_of(printed)
     assert "20.6 days" in printed
     assert "30%" in output(capsys, "plan --flops 1EFLOP --device h100").out
@@ -121,19 +121,19 @@ def test_parameters_alone_are_enough_for_chips(capsys):
     printed = output(capsys, "plan --params 7B --gpus 8 --context 2048").out
     assert "No shape was given. Assumed, in the proportions of Llama 2: 32 layers" in printed
     assert (
-        "Chips, in bf16-mixed with Adam and sequences of 2048 tokens, of which 8 GPUs would do, with the layout that"
+        "Chips, in bf16-mixed with Adam and sequences of 2048 tokens, of which 8 GPUs suffice, with the layout that"
         in words_of(printed)
     )
-    assert "On chips of 24 GB and less it is not sure to fit." in printed
-    assert "RTX 4090" not in printed, "only chips that would do are listed"
+    assert "On chips of 24 GB or less it may not fit." in printed
+    assert "RTX 4090" not in printed, "only chips that suffice are listed"
     printed = words_of(output(capsys, "plan --params 175B --tokens 300B").out)
     assert "It does not fit on 1 GPU in bf16-mixed, not even of 288 GB (MI350X, MI355X): pass --gpus." in printed
-    assert "128 GPUs of 80 GB would do: FSDP 16 x TP 8, checkpointed." in printed
+    assert "128 GPUs of 80 GB suffice: FSDP 16 x TP 8, checkpointed." in printed
 
 
 def test_what_does_not_fit_is_told_how_many_gpus_would_do(capsys):
     printed = words_of(output(capsys, f"plan {SHAPE} --tokens 15T --device h100 --gpus 8").out)
-    said = re.search(r"does not fit with this many GPUs; .* is the closest\. (\d+) GPUs would do: (.*?)\.", printed)
+    said = re.search(r"does not fit with this many GPUs; .* is the closest\. (\d+) GPUs suffice: (.*?)\.", printed)
     assert said is not None, printed
     enough = int(said[1])
     for gpus, verdict in ((enough, "fits"), (enough // 2, "does not fit")):
@@ -154,7 +154,7 @@ def test_without_known_links_recomputing_comes_last(capsys):
             name.endswith("checkpointed") for name in part
         )
     printed = output(capsys, "plan --params 7B --device 4090 --gpus 4").out
-    assert "16 GPUs would do: FSDP 16, checkpointed." in words_of(printed)
+    assert "16 GPUs suffice: FSDP 16, checkpointed." in words_of(printed)
 
 
 def test_steps_are_whole_sequences_on_any_number_of_gpus(capsys):
@@ -219,12 +219,12 @@ def test_inference_makes_the_model_smaller(capsys):
     found = content(capsys, "plan --params 13B --inference-tokens 2T --law hoffmann-3")
     assert found["inference_aware"]["parameters"] == pytest.approx(7e9, rel=0.1)
     printed = words_of(output(capsys, "plan --params 13B --inference-tokens 2T --law hoffmann-3").out)
-    assert "16% less compute over the life (Sardana et al. 2024)" in printed
+    assert "16% less compute over the lifetime of the model (Sardana et al. 2024)" in printed
 
 
 def test_inference_beside_repeated_data_says_what_it_leaves_out(capsys):
     printed = words_of(output(capsys, "plan --flops 5e21 --unique-tokens 10B --inference-tokens 2T").out)
-    assert "(Sardana et al. 2024). Repeated tokens count as new ones in this." in printed
+    assert "(Sardana et al. 2024). This counts repeated tokens as new ones." in printed
 
 
 def test_memory_measures_a_module_and_draws_it(capsys, monkeypatch):

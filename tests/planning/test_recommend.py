@@ -146,9 +146,9 @@ def test_what_does_not_fit_is_told_how_many_gpus_would_do():
     row = answer.choice("memory")
     assert answer.fits is False
     assert (row.value, row.sure) == ("does not fit", "certain")
-    assert "GPUs would do, sharded and checkpointed" in row.reason
+    assert "GPUs suffice, sharded and checkpointed" in row.reason
     assert "goal 'adapters'" in row.reason
-    enough = int(row.reason.split(" GPUs would do")[0].split()[-1])
+    enough = int(row.reason.split(" GPUs suffice")[0].split()[-1])
     assert recommend("A100", model=LLAMA_8B, goal="finetune", gpus=enough).fits is True
     assert recommend("A100", model=LLAMA_8B, goal="finetune", gpus=enough // 2).fits is not True
 

@@ -139,7 +139,7 @@ def _fit_choice(
         return Choice("memory", "fits", reason, _CALCULATED, "likely")
     enough = _enough_gpus(question, config, memory_bytes)
     if enough is not None and enough > question.gpus:
-        reason += f" {enough} GPUs would do, sharded and checkpointed."
+        reason += f" {enough} GPUs suffice, sharded and checkpointed."
     if question.storage in ("bf16-mixed", "fp8-mixed"):
         reason += " MasterWeightsPrecision('bf16-true', storage='remainder') keeps 2 bytes per parameter less."
     if question.goal == "finetune":
