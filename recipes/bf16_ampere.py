@@ -1,18 +1,17 @@
 """bf16 for a language model on Ampere and later: A100, RTX 30, L4, H100.
 
-When: the GPU has bf16 matrix units (compute capability 8.0 and above). bf16 has the range of fp32, so there is no loss
-scale to look after. Gradients are accumulated to the exact mean over tokens, and the run ends on its budget, to the
-token.
+When: the GPU has bf16 matrix units (compute capability 8.0 or higher). bf16 has the range of fp32, so no loss scale is
+needed. Gradients are accumulated to the exact mean over tokens, and the run ends exactly at its token budget.
 
     python recipes/bf16_ampere.py           # 20,000 parameters, on any CPU, a few seconds
     python recipes/bf16_ampere.py --full    # 124 million parameters, 100 million tokens, on a GPU
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     trained on 40000 tokens of 40000 in 20 optimizer steps
     validation loss 3.16 nats per byte, 5.55 before
 
-On a GPU whose peak is known the progress bar shows MFU besides, the share of the peak that is used.
+On a GPU with a known peak, the progress bar also shows MFU, the fraction of the peak that is used.
 """
 
 import argparse
@@ -40,7 +39,7 @@ from lightning_mp.language_model import (
 
 def main(full: bool) -> None:
     if full and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise SystemExit("This GPU only emulates bf16: take recipes/fp16_t4.py.")
+        raise SystemExit("This GPU only emulates bf16: use recipes/fp16_t4.py.")
     pl.seed_everything(0, verbose=False)
     parameters, tokens, batch_size, block_tokens = (
         (124_000_000, 100_000_000, 16, 1024) if full else (20_000, 40_000, 8, 64)
@@ -52,9 +51,9 @@ def main(full: bool) -> None:
         width=config.width,
         block_tokens=block_tokens,
         learning_rate=6e-4 if full else 1e-2,
-        total_steps=None,  # TokenLearningRate has the schedule
+        total_steps=None,  # TokenLearningRate sets the schedule
     )
-    # Python's own source text, byte by byte. Put in your data: batches [inputs, labels], or dicts with "labels".
+    # The source code of Python, byte by byte. Replace it with your data: batches [inputs, labels], or dicts with "labels".
     text = load_standard_library()
     data = TextBatches(text.train, batch_size=batch_size, block_tokens=block_tokens)
     held_out = HeldOutBatches(text.validation, batch_size=batch_size, block_tokens=block_tokens, max_batches=4)
@@ -67,7 +66,7 @@ def main(full: bool) -> None:
             budget,
             AccumulationScheduler({0: 4}),
             TokenLearningRate(WarmupCosine(warmup=0.1)),
-            *([MFUMonitor()] if full else []),  # no peak is known of a CPU
+            *([MFUMonitor()] if full else []),  # the peak of a CPU is not known
         ],
         gradient_clip_val=1.0,
         max_epochs=-1,

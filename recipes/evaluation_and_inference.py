@@ -1,18 +1,17 @@
 """Train in 16 bit, validate in fp32, predict with half the weights.
 
-When: reported numbers must not depend on the training precision, and the model that is served should take half the
-memory. Training keeps fp32 weights: validation uses them as they are, and inference rounds them once.
-For inference Lightning's own `Trainer(precision="bf16-true")` (or "16-true") is right: nothing is updated there, so
-there is nothing to lose.
+When: reported metrics must not depend on the training precision, and the deployed model should take half the memory.
+Training keeps fp32 weights: validation uses them unchanged, and inference rounds them once. For inference, use
+Lightning's own `Trainer(precision="bf16-true")` (or "16-true"): without updates, no updates can be lost.
 
     python recipes/evaluation_and_inference.py           # toy size, on any CPU, a few seconds
     python recipes/evaluation_and_inference.py --full    # on a GPU
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     matrix products: training torch.bfloat16, validation torch.float32, prediction torch.bfloat16
     weights: 5,392 bytes in training, 2,696 bytes in prediction
-    validation loss 0.0434; 100.0% of the predicted classes are those of fp32
+    validation loss 0.0434; 100.0% of the predicted classes match fp32
 """
 
 import argparse
@@ -78,9 +77,9 @@ def main(full: bool) -> None:
     )
     trainer.fit(module, train_loader, held_out)
     loss, trained_bytes = trainer.callback_metrics["loss"], weight_bytes(module)
-    exact = torch.cat(trainer.predict(module, held_out))  # eval_precision is that of prediction as well
+    exact = torch.cat(trainer.predict(module, held_out))  # eval_precision applies to prediction too
 
-    # The weights are rounded in place: what was trained is gone from here, so save it before.
+    # This rounds the weights in place: save the trained fp32 weights first.
     half = pl.Trainer(precision="bf16-true", **settings)
     rounded = torch.cat(half.predict(module, held_out))
     print(
@@ -89,7 +88,7 @@ def main(full: bool) -> None:
     )
     print(f"weights: {trained_bytes:,} bytes in training, {weight_bytes(module):,} bytes in prediction")
     same = (exact == rounded).float().mean()
-    print(f"validation loss {loss:.4f}; {same:.1%} of the predicted classes are those of fp32")
+    print(f"validation loss {loss:.4f}; {same:.1%} of the predicted classes match fp32")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """fp16 with a loss scale, for GPUs without bf16: T4, V100, RTX 20.
 
-When: compute capability 7.0 or 7.5. `torch.cuda.is_bf16_supported()` answers True there, because it counts emulation;
-ask with `including_emulation=False`. The default wheels of torch 2.11 and later no longer support V100, its cu126
-wheels do. Make channels and the number of classes multiples of 8, for the sake of the fp16 matrix units.
+When: compute capability 7.0 or 7.5. `torch.cuda.is_bf16_supported()` returns True there, because it counts emulation;
+pass `including_emulation=False`. The default wheels of torch 2.11 and later no longer support V100; the cu126 wheels
+do. Make the numbers of channels and classes multiples of 8, so that the fp16 matrix units are used.
 
     python recipes/fp16_t4.py           # toy size, on any CPU, a few seconds
     python recipes/fp16_t4.py --full    # on a GPU
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     accuracy 1.00 after 24 steps
     loss scale 65536, 0 steps skipped
 
-A few steps that are skipped at the start are normal: the scale is halved until the gradients fit.
+A few skipped steps at the start are normal: the scale is halved until the gradients fit.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Classifier(pl.LightningModule):
 
 
 def gratings(count: int, size: int, seed: int) -> TensorDataset:
-    """Pictures of stripes; the class is their direction."""
+    """Images of stripes; the class is their direction."""
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(CLASSES, (count,), generator=generator)
     angles = (classes * torch.pi / CLASSES).view(-1, 1, 1)
@@ -75,9 +75,9 @@ def main(full: bool) -> None:
     trainer = pl.Trainer(
         accelerator="gpu" if full else "cpu",
         devices=1,
-        plugins=[AutocastPrecision("16-mixed")],  # brings a LossScaler
+        plugins=[AutocastPrecision("16-mixed")],  # includes a LossScaler
         callbacks=[monitor],
-        gradient_clip_val=1.0,  # with a fused optimizer, which Lightning's own plugin refuses
+        gradient_clip_val=1.0,  # Lightning's own plugin refuses this with a fused optimizer
         max_steps=steps,
         logger=False,
         enable_checkpointing=False,

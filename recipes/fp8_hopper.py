@@ -1,14 +1,14 @@
-"""fp8 matrix products on Hopper, Ada and later; elsewhere emulated, to see what fp8 does to the loss.
+"""fp8 matrix products on Hopper, Ada and later; emulated elsewhere, to see what fp8 does to the loss.
 
-When: large linear layers (a width of 4,096 and more), a GPU with fp8 units (compute capability 8.9 and above), and
-`torch.compile`. Expect less than the ratio of the peaks: published end-to-end gains over bf16 are up to 1.3x. Without
-fp8 units values are rounded to fp8 and multiplied in fp32, which tells about accuracy and nothing about speed.
+When: large linear layers (width 4,096 or more), a GPU with fp8 units (compute capability 8.9 or higher), and
+`torch.compile`. Expect less than the ratio of the peaks: published end-to-end speedups over bf16 are up to 1.3x. Without
+fp8 units, values are rounded to fp8 and multiplied in fp32, which shows the accuracy but not the speed.
 
     pip install "lightning-mp[fp8]"
     python recipes/fp8_hopper.py           # toy size, on any CPU, emulated, a few seconds
     python recipes/fp8_hopper.py --full    # on a GPU, compiled
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     fp8 products: emulated on this device
     7 of 9 linear layers multiply in fp8; the other 2 stay in bf16
@@ -45,7 +45,7 @@ def train(plugin: pl.plugins.Precision, full: bool) -> float:
     )
     if full:
         for block in module.model.blocks:
-            block.compile()  # joins the rounding to fp8 with what comes before it
+            block.compile()  # fuses the rounding to fp8 with preceding operations
     trainer = pl.Trainer(
         accelerator="gpu" if full else "cpu",
         devices=1,
@@ -66,7 +66,7 @@ def train(plugin: pl.plugins.Precision, full: bool) -> float:
 def main(full: bool) -> None:
     emulate = not has_float8_units()
     print(f"fp8 products: {'emulated on this device' if emulate else 'on the units of this device'}")
-    # What a rule of your own keeps in bf16, besides the first and the last linear layer: skip=["*.router"].
+    # To keep more layers in bf16 than the first and the last linear layer, pass skip=["*.router"].
     plugin = Float8Precision("rowwise", emulate=emulate)
     in_float8 = train(plugin, full)
     chosen = sum(layer.skipped_because is None for layer in plugin.layers)

@@ -1,20 +1,20 @@
-"""FSDP2 that is stopped and resumes with another number of ranks.
+"""Stop an FSDP2 run and resume it with another number of ranks.
 
-When: a model whose weights, gradients and moments do not fit on one device, on machines that come and go. Each start
-trains 10 more optimizer steps from the latest complete checkpoint, on as many ranks as it is given; with equally many
-samples in a step the run is the same up to rounding.
+When: weights, gradients and moments do not fit on one device, and the number of machines changes over time. Each start
+trains 10 more optimizer steps from the latest complete checkpoint, on any number of ranks; as long as the number of
+samples per step stays the same, so does the run, up to rounding.
 
     python recipes/fsdp2_resume.py --devices 2           # two processes, on any CPU
-    python recipes/fsdp2_resume.py --devices 1           # continues where these ended
+    python recipes/fsdp2_resume.py --devices 1           # continues from there
     torchrun --nproc-per-node=8 recipes/fsdp2_resume.py --devices 8 --full
 
-What you should see, apart from the numbers, from the second start on:
+Expected output from the second start on (numbers vary):
 
-    resumes from step=10.ckpt on 1 ranks
+    resumes from step=10.ckpt, world size 1
     steps 10 to 20, validation loss 3.8911
 
 Remove runs/fsdp2_resume to start over. The folder of a checkpoint holds the shards of all ranks;
-`lightning_mp.checkpoints.consolidate_checkpoint` makes one file of it.
+`lightning_mp.checkpoints.consolidate_checkpoint` turns it into a single file.
 """
 
 import argparse
@@ -31,7 +31,7 @@ FOLDER = Path("runs/fsdp2_resume")
 
 
 class Data(pl.LightningDataModule):
-    """This rank's part of every batch. The loader has a state, so a resumed run continues with the next batch."""
+    """This rank's part of every batch. The loader is stateful, so a resumed run continues with the next batch."""
 
     def __init__(self, block_tokens: int):
         super().__init__()
@@ -63,10 +63,10 @@ def main(devices: int, full: bool) -> None:
     trainer = pl.Trainer(
         accelerator="gpu" if full else "cpu",
         devices=devices,
-        strategy=FSDP2Strategy(),  # the blocks of the model are found
+        strategy=FSDP2Strategy(),  # finds the blocks of the model by itself
         plugins=[AutocastPrecision("bf16-mixed")],
         callbacks=[
-            AtomicCheckpoints(),  # a run that is killed while it writes leaves the last checkpoint usable
+            AtomicCheckpoints(),  # a run killed during a write keeps its last checkpoint intact
             pl.callbacks.ModelCheckpoint(FOLDER, "{step}", every_n_train_steps=STEPS, save_top_k=-1),
         ],
         gradient_clip_val=1.0,
@@ -85,8 +85,8 @@ def main(devices: int, full: bool) -> None:
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     loss = trainer.callback_metrics["val/loss"]
     if trainer.is_global_zero:
-        where = f"resumes from {checkpoint.name}" if checkpoint else "starts anew"
-        print(f"{where} on {trainer.world_size} ranks")
+        where = f"resumes from {checkpoint.name}" if checkpoint else "starts from scratch"
+        print(f"{where}, world size {trainer.world_size}")
         print(f"steps {first} to {trainer.global_step}, validation loss {loss:.4f}")
 
 

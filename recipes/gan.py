@@ -1,13 +1,13 @@
 """A GAN in fp16: two optimizers, manual optimization, one loss scale.
 
-When: `training_step` steps its optimizers itself. Use `self.manual_backward` and the optimizers as always; the plugin
-scales both losses by one scale, clips by true gradients, and updates the scale once per batch, so the second
-optimizer is not unscaled by the wrong one. A step that overflows is skipped for its optimizer alone.
+When: `training_step` steps its optimizers itself. Use `self.manual_backward` and the optimizers as usual; the plugin
+scales both losses by the same scale, clips the unscaled gradients, and updates the scale once per batch, so that both
+optimizers are unscaled correctly. An overflow skips only the step of the optimizer that it affects.
 
     python recipes/gan.py           # points on a ring, on any CPU, a few seconds
-    python recipes/gan.py --full    # the same in a larger net, on a GPU
+    python recipes/gan.py --full    # a larger network, on a GPU
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     distance of generated points from the ring: 0.85 at first, 0.18 now
     generator stepped 199 times, discriminator 199 times, loss scale 32768
@@ -50,7 +50,7 @@ class GAN(pl.LightningModule):
         generator_optimizer, discriminator_optimizer = self.optimizers()
         fake = self.sample(len(real))
 
-        # BCEWithLogits, not BCE: the logarithm of a rounded probability is what fp16 is bad at.
+        # From logits, not probabilities: the logarithm of a rounded probability is inaccurate in fp16.
         of_real, of_fake = self.discriminator(real), self.discriminator(fake.detach())
         loss = F.softplus(-of_real).mean() + F.softplus(of_fake).mean()
         discriminator_optimizer.zero_grad()

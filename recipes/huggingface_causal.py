@@ -1,15 +1,15 @@
-"""A Hugging Face causal model, with texts of different lengths, averaged over tokens.
+"""A Hugging Face causal language model on texts of different lengths, averaged over tokens.
 
-When: fine-tuning or training any `AutoModelForCausalLM`. Load the weights in fp32 (`dtype=torch.float32`): trainable
-fp16 weights are refused, and trainable bf16 weights lose small updates. `from_pretrained` leaves the model in eval
-mode, and so does Lightning: call `.train()`, or there is no dropout. Padding has label -100, so it is neither trained
-nor counted, and a step of several micro-batches is the mean over its tokens, not the mean of means.
+When: training or fine-tuning any `AutoModelForCausalLM`. Load the weights in fp32 (`dtype=torch.float32`): trainable
+fp16 weights are refused, and trainable bf16 weights lose small updates. `from_pretrained` returns the model in eval
+mode, which Lightning does not change: call `.train()`, or dropout stays off. Padding has label -100, so it is neither
+trained nor counted, and a step of several micro-batches averages over its tokens, not over micro-batch means.
 
     pip install transformers
     python recipes/huggingface_causal.py                                  # a tiny Llama, on any CPU
-    python recipes/huggingface_causal.py --model NAME --file corpus.txt   # yours, on a GPU
+    python recipes/huggingface_causal.py --model NAME --file corpus.txt   # your own, on a GPU
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     LlamaForCausalLM: 5,712 parameters in torch.float32
     trained on 5,000 target tokens in 20 optimizer steps; 3,092 padded positions were left out
@@ -56,7 +56,7 @@ class CausalLM(pl.LightningModule):
 
 
 def counting_texts(count: int) -> list[list[int]]:
-    """Texts of 5 to 30 tokens, in which each token is one more than the last."""
+    """Texts of 5 to 30 tokens, in which each token is one more than the previous one."""
     lengths = torch.randint(5, 31, (count,)).tolist()
     starts = torch.randint(1, 32, (count,)).tolist()
     return [[1 + (start + i) % 31 for i in range(length)] for start, length in zip(starts, lengths, strict=True)]
@@ -103,8 +103,8 @@ def main(model: str | None, file: Path | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a pretrained causal model: its name, or a folder; needs --file")
-    parser.add_argument("--file", type=Path, help="a text file, paragraphs divided by empty lines")
+    parser.add_argument("--model", help="name or folder of a pretrained causal model; needs --file")
+    parser.add_argument("--file", type=Path, help="a text file, paragraphs separated by blank lines")
     arguments = parser.parse_args()
     if (arguments.model is None) != (arguments.file is None):
         parser.error("give --model and --file together, or neither")

@@ -1,22 +1,22 @@
 """LoRA: adapters in fp32 on a frozen base in 16 bit.
 
-When: a model is fine-tuned whose fp32 weights and moments do not fit. The frozen base takes 2 bytes per parameter and
-nothing else; adapters, their gradients and Adam's moments take 16 bytes per parameter, of which there are few. Never
-train 16-bit weights themselves without masters: small updates would be rounded away. (The plugin refuses trainable fp16
-weights and warns of trainable bf16 ones.)
+When: the fp32 weights and moments of the model do not fit into memory. The frozen base takes 2 bytes per parameter; the
+adapters, their gradients and Adam's moments take 16 bytes per parameter, but they are few. Never train 16-bit weights
+without masters: small updates would be rounded away. (The plugin refuses trainable fp16 weights and warns about
+trainable bf16 weights.)
 
     python recipes/lora.py           # toy size, on any CPU, a few seconds
     python recipes/lora.py --full    # on a GPU
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     base: 34,976 parameters in bfloat16, 69,952 bytes, frozen
     adapters: 8,192 parameters in float32, 131,072 bytes with gradients and moments
     loss on upper-case text: 4.80 -> 4.13
-    the base is unchanged to the bit: True
+    the base is unchanged, bit for bit: True
 
-The base is first trained on the source text of Python itself, and then adapted to the same in upper case. Put in your
-own model and data, and name the layers to adapt.
+The base is first trained on the source code of Python, and then adapted to the same text in upper case. Replace model
+and data with your own, and name the layers to adapt.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class LoRALinear(nn.Module):
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:
-    """Freezes the model, stores it in bf16 and puts an adapter beside every linear layer but the head."""
+    """Freezes the model in bf16 and adds an adapter to every linear layer except the head."""
     model.requires_grad_(False).bfloat16()
     linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and name != "head"}
     for name, layer in linears.items():
@@ -53,7 +53,7 @@ def add_adapters(model: nn.Module, rank: int) -> None:
 
 class FineTuned(LanguageModel):
     def configure_optimizers(self):
-        # Only what is trained: an optimizer over all parameters would look after the base as well.
+        # Only trainable parameters: an optimizer over all of them would also handle the base.
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), 1e-2, fused=True)
 
 
@@ -93,14 +93,14 @@ def main(full: bool) -> None:
 
     adapters = [p for p in module.parameters() if p.requires_grad]
     moments = [m for p in adapters for m in trainer.optimizers[0].state[p].values() if m.shape == p.shape]
-    adapter_bytes = sum(2 * p.nbytes for p in adapters) + sum(m.nbytes for m in moments)  # a gradient is as its weight
+    adapter_bytes = sum(2 * p.nbytes for p in adapters) + sum(m.nbytes for m in moments)  # a gradient is as large as its weight
     print(f"base: {sum(p.numel() for p in frozen.values()):,} parameters in bfloat16,", end=" ")
     print(f"{sum(p.nbytes for p in frozen.values()):,} bytes, frozen")
     print(f"adapters: {sum(p.numel() for p in adapters):,} parameters in float32,", end=" ")
     print(f"{adapter_bytes:,} bytes with gradients and moments")
     print(f"loss on upper-case text: {before['val/loss']:.2f} -> {trainer.callback_metrics['val/loss']:.2f}")
     now = dict(module.named_parameters())
-    print("the base is unchanged to the bit:", all(torch.equal(now[n].cpu(), p) for n, p in frozen.items()))
+    print("the base is unchanged, bit for bit:", all(torch.equal(now[n].cpu(), p) for n, p in frozen.items()))
 
 
 if __name__ == "__main__":

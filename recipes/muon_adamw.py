@@ -1,8 +1,8 @@
-"""Muon for the hidden matrices beside AdamW for the rest, in bf16 with fp32 master weights.
+"""Muon for hidden matrices and AdamW for the rest, in bf16 with fp32 master weights.
 
-When: a transformer that is trained from the start. Muon orthogonalises each update of a hidden matrix; embeddings, the
-output layer, norms and biases stay with AdamW. Lightning's automatic optimization takes one optimizer, and
-JointOptimizer is one, with the groups, the state, the schedule and the checkpoints of both. Under FSDP2 each matrix is
+When: a transformer is trained from scratch. Muon orthogonalises each update of a hidden matrix; embeddings, the output
+layer, norms and biases stay with AdamW. Lightning's automatic optimization accepts a single optimizer; JointOptimizer
+combines the two into one, with their groups, state, schedule and checkpoints. Under FSDP2, each matrix is
 orthogonalised on one rank.
 
     python recipes/muon_adamw.py                              # any CPU, a few seconds
@@ -10,7 +10,7 @@ orthogonalised on one rank.
     python recipes/muon_adamw.py --optimizer adamw             # AdamW alone, for comparison
     torchrun --nproc-per-node=8 recipes/muon_adamw.py --strategy fsdp2 --devices 8 --full
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     8 matrices for Muon, 7 other tensors for AdamW
     validation loss 2.50 nats per byte after 200 steps, 5.55 before

@@ -1,22 +1,22 @@
-"""LoRA with PEFT: a frozen base in 16 bit, killed and resumed, evaluated in fp32, merged and saved for transformers.
+"""LoRA with PEFT on a frozen 16-bit base: kill and resume, evaluate in fp32, merge, and save for transformers.
 
-When: a Hugging Face model is fine-tuned with `peft` and must load again with `from_pretrained`.
+When: you fine-tune a Hugging Face model with `peft` and want to reload it with `from_pretrained`.
 
     pip install peft
     python recipes/peft_lora.py                             # toy size, on any CPU, a few seconds
-    python recipes/peft_lora.py --kill-at 50                # ends itself by SIGKILL; start it again to resume
+    python recipes/peft_lora.py --kill-at 50                # kills itself; start it again to resume
     python recipes/peft_lora.py --model NAME --file FILE    # on a GPU
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     base: 6,224 parameters in bfloat16, frozen; adapters: 4,352 in float32
     trained from step 0 to step 120
     loss in fp32: 5.49 -> 0.17
-    the adapters, merged and reloaded, generate the same: True
+    the merged and reloaded model generates the same: True
 
-Checkpoints hold the adapters and the optimizer; the frozen base is read again by `from_pretrained`. After a kill
-`ExactResume` continues with the next batch. Merging happens in fp32, since adding the adapters to 16-bit weights would
-round them. `merged/` is an ordinary folder of transformers, in safetensors.
+Checkpoints contain the adapters and the optimizer; `from_pretrained` loads the frozen base again. After a kill,
+`ExactResume` continues with the next batch. The adapters are merged in fp32, since adding them to 16-bit weights would
+round them. `merged/` is an ordinary transformers folder in safetensors format.
 """
 
 import argparse
@@ -46,7 +46,7 @@ TINY = {
 
 
 class FineTuned(pl.LightningModule):
-    strict_loading = False  # checkpoints are without the base
+    strict_loading = False  # checkpoints do not contain the base
 
     def __init__(self, model: PeftModel, learning_rate: float, kill_at: int | None):
         super().__init__()
@@ -83,7 +83,7 @@ def tokenized(model: str, file: Path, length: int = 512) -> list[dict[str, torch
 
 
 def loss_in_fp32(model: torch.nn.Module, data: DataLoader) -> float:
-    """Of weights that are fp32: autocast is off, and nothing is rounded."""
+    """The loss with fp32 weights and without autocast."""
     trainer = pl.Trainer(accelerator="auto", devices=1, logger=False, enable_progress_bar=False)
     [metrics] = trainer.validate(FineTuned(model, 0.0, None), data, verbose=False)
     return metrics["val/loss"]
@@ -142,15 +142,15 @@ def main(model: str | None, file: Path | None, out: Path, kill_at: int | None) -
     print(f"adapters: {sum(p.numel() for p in trained):,} in float32")
     print(f"trained from step {module.first_step or 0} to step {trainer.global_step}")
     print(f"loss in fp32: {before:.2f} -> {after:.2f}")
-    print("the adapters, merged and reloaded, generate the same:", generated(reloaded, prompt) == with_adapters)
+    print("the merged and reloaded model generates the same:", generated(reloaded, prompt) == with_adapters)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a pretrained causal model: its name, or a folder; needs --file")
+    parser.add_argument("--model", help="name or folder of a pretrained causal model; needs --file")
     parser.add_argument("--file", type=Path, help="a text file to train on")
     parser.add_argument("--out", type=Path, default=Path("peft_run"), metavar="FOLDER", help="default peft_run")
-    parser.add_argument("--kill-at", type=int, metavar="STEP", help="end this process by SIGKILL there")
+    parser.add_argument("--kill-at", type=int, metavar="STEP", help="kill this process at that step")
     arguments = parser.parse_args()
     if (arguments.model is None) != (arguments.file is None):
         parser.error("give --model and --file together, or neither")

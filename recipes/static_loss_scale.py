@@ -1,13 +1,13 @@
-"""A static loss scale, chosen by measuring.
+"""A static loss scale, chosen by measurement.
 
-When: every run must take the same steps (comparing runs, a published recipe, regression tests), or the scale may not
-wander. `UnderflowMonitor` suggests the largest power of two that fits with one doubling to spare. A static scale is not
-lowered after an overflow: a step that overflows is skipped, and a scale that is far too high skips all of them.
+When: every run must take the same steps (comparisons, a published recipe, regression tests), or the scale must not
+change. `UnderflowMonitor` suggests the largest power of two that leaves one doubling of headroom. A static scale is not
+lowered after an overflow: steps that overflow are skipped, and a scale that is far too high skips all of them.
 
     python recipes/static_loss_scale.py           # toy size, on any CPU, a few seconds
     python recipes/static_loss_scale.py --full    # on a GPU
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     static scale 16: 1.2% of the gradients of activations are subnormal; suggested: 65536
     static scale 65536: 0 of 40 steps skipped, loss 1.84 -> 0.45
@@ -65,21 +65,21 @@ def train(scaler: LossScaler, full: bool, *callbacks: pl.Callback) -> list[torch
 
 
 def main(full: bool) -> None:
-    # 1. Measure, at a scale that does not overflow. The gradients of activations are what backward has in 16 bit.
+    # 1. Measure, at a scale that does not overflow. Backward computes the gradients of activations in 16 bit.
     underflow = UnderflowMonitor("fp16", every_n_steps=10, watch=["gradients", "activation_gradients"])
     train(LossScaler.static(16.0), full, underflow)
     scale = underflow.suggested_scale
     lost = underflow.history[-1]["activation_gradients"].subnormal_fraction
     print(f"static scale 16: {lost:.1%} of the gradients of activations are subnormal; suggested: {scale:.0f}")
 
-    # 2. Train at the scale that was suggested. It never changes.
+    # 2. Train at the suggested scale. It never changes.
     monitor = OverflowMonitor()
     losses = train(LossScaler.static(scale), full, monitor)
     first, last = torch.stack(losses[:5]).mean(), torch.stack(losses[-5:]).mean()
     print(f"static scale {scale:.0f}: {monitor.skipped_steps} of {monitor.attempted_steps} steps skipped,", end=" ")
     print(f"loss {first:.2f} -> {last:.2f}")
 
-    # 3. A scale that is far too high: all steps are skipped, and after 20 in a row the run ends by itself.
+    # 3. A scale that is far too high skips all steps, and OverflowMonitor ends the run after 20 in a row.
     monitor = OverflowMonitor()
     try:
         train(LossScaler.static(2.0**30), full, monitor)

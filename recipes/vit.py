@@ -1,16 +1,16 @@
-"""A vision transformer in bf16: a batch larger than memory, recomputed blocks, norms and softmax in fp32.
+"""A vision transformer in bf16: accumulation, recomputed blocks, norms and softmax in fp32.
 
-When: images or any batches without token labels. Accumulation then averages over samples, also where the last
-micro-batches are fewer. A policy says what must not run in 16 bit, also for functions (attention, softmax) that no
-module stands for.
+When: you train on images or other batches without token labels. Accumulation then averages over samples, even in a
+shorter last window. A policy keeps operations out of 16 bit, including functions (attention, softmax) that are not
+modules.
 
-    python recipes/vit.py           # pictures of 12 x 12, on any CPU, a few seconds
+    python recipes/vit.py           # images of 12 x 12, on any CPU, a few seconds
     python recipes/vit.py --full    # ViT-B/16 at 224 x 224, on a GPU
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     4 micro-batches of 16 make a step of 64 images, 10 steps in each of 2 epochs
-    recomputing saves 82% of what forward keeps for backward
+    recomputing saves 82% of the activations kept for backward
     accuracy 0.22 -> 1.00
 """
 
@@ -29,7 +29,7 @@ CLASSES = 4
 
 
 class ViT(pl.LightningModule):
-    """Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929, with a mean in place of the class token."""
+    """Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929, with mean pooling instead of a class token."""
 
     def __init__(self, size: int, patch: int, width: int, layers: int, heads: int, learning_rate: float):
         super().__init__()
@@ -59,14 +59,14 @@ class ViT(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), self.learning_rate, weight_decay=0.05, fused=True)
-        # Optimizer steps, not batches: AccumulationScheduler keeps this number right.
+        # Optimizer steps, not batches; AccumulationScheduler keeps this number correct.
         steps = self.trainer.estimated_stepping_batches
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.learning_rate, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def gratings(count: int, size: int, seed: int) -> TensorDataset:
-    """Pictures of stripes and noise; the class is the direction of the stripes. Put in your own images."""
+    """Images of noisy stripes; the class is the direction of the stripes. Replace them with your own."""
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(CLASSES, (count,), generator=generator)
     angles = (classes * torch.pi / CLASSES).view(-1, 1, 1)
@@ -106,7 +106,7 @@ def main(full: bool) -> None:
     print(f"{steps_per_epoch} steps in each of {epochs} epochs")
     if checkpointing.report is not None:
         saved = 1 - checkpointing.report.saved_bytes / checkpointing.report.saved_bytes_without
-        print(f"recomputing saves {saved:.0%} of what forward keeps for backward")
+        print(f"recomputing saves {saved:.0%} of the activations kept for backward")
     print(f"accuracy {before['accuracy']:.2f} -> {after['accuracy']:.2f}")
 
 

@@ -1,14 +1,14 @@
 """A Hydra project: the parts are built by `hydra.utils.instantiate`.
 
-When: your project is started by Hydra. Each part is a `_target_` in config.yaml; keys of a schedule may be strings,
-which is what YAML files and overrides have.
+When: your project uses Hydra. Each part is a `_target_` in config.yaml. Keys of a schedule may be strings, as in YAML
+files and overrides.
 
     pip install hydra-core
     cd recipes/hydra_project
     python train.py
     python train.py precision.precision=bf16-mixed precision.scaler=null accumulation.schedule.0=1
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     AutocastPrecision 16-mixed, loss scale 1024
     12 optimizer steps, loss 1.75 -> 0.18

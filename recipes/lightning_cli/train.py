@@ -1,14 +1,14 @@
 """A LightningCLI project: precision, scaler and callbacks come from YAML.
 
-When: your project is started by `LightningCLI`. Nothing changes in the Python code; the parts are entries of
-config.yaml, and each argument can be overridden on the command line.
+When: your project uses `LightningCLI`. The Python code does not change: the parts are entries in config.yaml, and every
+argument can be overridden on the command line.
 
     pip install "lightning-mp[cli]"
     cd recipes/lightning_cli
     python train.py fit --config config.yaml
     python train.py fit --config config.yaml --trainer.max_epochs 4 --trainer.plugins.init_args.precision bf16-mixed
 
-What you should see, apart from the numbers:
+Expected output (numbers vary):
 
     AutocastPrecision 16-mixed, loss scale 1024
     32 batches in 8 + 4 optimizer steps, loss 1.75 -> 0.18

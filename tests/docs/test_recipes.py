@@ -34,7 +34,7 @@ def docstring(name):
 
 def shown(name):
     """The lines that the recipe says it prints."""
-    block = re.search(r"^What you should see.*:\n\n((?:    .*\n?)+)", docstring(name), re.MULTILINE)[1]
+    block = re.search(r"^Expected output.*:\n\n((?:    .*\n?)+)", docstring(name), re.MULTILINE)[1]
     return [line.strip() for line in block.splitlines()]
 
 
@@ -182,7 +182,7 @@ def test_a_sharded_run_goes_on_with_another_number_of_ranks(tmp_path, capsys, mo
         return printed.getvalue().splitlines()
 
     first, of_rank_1 = run_ranks(on_two_ranks, 2)
-    assert (first[0], of_rank_1) == ("starts anew on 2 ranks", [])
+    assert (first[0], of_rank_1) == ("starts from scratch, world size 2", [])
     resumed = start("fsdp2_resume", [], capsys, monkeypatch)
     assert words(resumed) == words(shown("fsdp2_resume"))
 
@@ -191,7 +191,7 @@ def test_a_sharded_run_goes_on_with_another_number_of_ranks(tmp_path, capsys, mo
     for _ in range(2):
         dist.destroy_process_group()
         alone = start("fsdp2_resume", [], capsys, monkeypatch)
-    assert alone[0] == resumed[0] == "resumes from step=10.ckpt on 1 ranks"
+    assert alone[0] == resumed[0] == "resumes from step=10.ckpt, world size 1"
     assert numbers(resumed[1:])[-1] == pytest.approx(numbers(alone[1:])[-1], rel=1e-3)
 
 
