@@ -53,7 +53,7 @@ def main(full: bool) -> None:
         learning_rate=6e-4 if full else 1e-2,
         total_steps=None,  # TokenLearningRate sets the schedule
     )
-    # The source code of Python, byte by byte. Replace it with your data: batches [inputs, labels], or dicts with "labels".
+    # Python's source code, byte by byte. Replace it with your data: batches [inputs, labels], or dicts with "labels".
     text = load_standard_library()
     data = TextBatches(text.train, batch_size=batch_size, block_tokens=block_tokens)
     held_out = HeldOutBatches(text.validation, batch_size=batch_size, block_tokens=block_tokens, max_batches=4)

@@ -1,8 +1,8 @@
 """fp8 matrix products on Hopper, Ada and later; emulated elsewhere, to see what fp8 does to the loss.
 
 When: large linear layers (width 4,096 or more), a GPU with fp8 units (compute capability 8.9 or higher), and
-`torch.compile`. Expect less than the ratio of the peaks: published end-to-end speedups over bf16 are up to 1.3x. Without
-fp8 units, values are rounded to fp8 and multiplied in fp32, which shows the accuracy but not the speed.
+`torch.compile`. Expect less than the ratio of the peaks: published end-to-end speedups over bf16 are up to 1.3x.
+Without fp8 units, values are rounded to fp8 and multiplied in fp32, which shows the accuracy but not the speed.
 
     pip install "lightning-mp[fp8]"
     python recipes/fp8_hopper.py           # toy size, on any CPU, emulated, a few seconds

@@ -93,7 +93,7 @@ def main(full: bool) -> None:
 
     adapters = [p for p in module.parameters() if p.requires_grad]
     moments = [m for p in adapters for m in trainer.optimizers[0].state[p].values() if m.shape == p.shape]
-    adapter_bytes = sum(2 * p.nbytes for p in adapters) + sum(m.nbytes for m in moments)  # a gradient is as large as its weight
+    adapter_bytes = sum(2 * p.nbytes for p in adapters) + sum(m.nbytes for m in moments)  # gradients too
     print(f"base: {sum(p.numel() for p in frozen.values()):,} parameters in bfloat16,", end=" ")
     print(f"{sum(p.nbytes for p in frozen.values()):,} bytes, frozen")
     print(f"adapters: {sum(p.numel() for p in adapters):,} parameters in float32,", end=" ")

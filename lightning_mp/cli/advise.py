@@ -34,7 +34,9 @@ def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser(
         "advise", help="which precision and strategy to use, and why", description=_DESCRIPTION, epilog=_EXAMPLES
     )
-    parser.add_argument("--device", metavar="NAME", help="cpu, mps or a GPU such as t4; default: the one in this machine")
+    parser.add_argument(
+        "--device", metavar="NAME", help="cpu, mps or a GPU such as t4; default: the one in this machine"
+    )
     parser.add_argument("--gpus", metavar="N", help="number of devices (default 1)")
     parser.add_argument(
         "--memory-bytes", metavar="B", help="memory of one device, such as 40GB; default: its largest variant"

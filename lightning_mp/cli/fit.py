@@ -45,7 +45,10 @@ def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs and the frontier: png, pdf or svg")
     parser.add_argument("--samples", type=int, default=4000, metavar="S", help="bootstrap samples; default 4000")
     parser.add_argument(
-        "--confidence", default="95%", metavar="P", help="confidence of the intervals, such as 0.8 or 80%% (default 95%%)"
+        "--confidence",
+        default="95%",
+        metavar="P",
+        help="confidence of the intervals, such as 0.8 or 80%% (default 95%%)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the bootstrap; default 0")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -40,8 +40,12 @@ def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "memory", help="what a training step keeps in memory", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     module = parser.add_argument_group("your own module")
-    module.add_argument("--module", metavar="PACKAGE:FUNCTION", help="function that returns the module and one micro-batch")
-    module.add_argument("--optimizer", metavar="NAME", help="class in torch.optim; default: configure_optimizers, or AdamW")
+    module.add_argument(
+        "--module", metavar="PACKAGE:FUNCTION", help="function that returns the module and one micro-batch"
+    )
+    module.add_argument(
+        "--optimizer", metavar="NAME", help="class in torch.optim; default: configure_optimizers, or AdamW"
+    )
     module.add_argument("--strategy", choices=get_args(MemoryStrategy), help="default single")
     module.add_argument("--ranks", metavar="N", help="data-parallel ranks (default 1)")
     module.add_argument("--device-type", choices=("cuda", "cpu"), help="default cuda")
@@ -175,10 +179,8 @@ def _print_remedies_of_module(estimate: MemoryEstimate) -> None:
     parts = dict(estimate.peak.bytes_by_part)
     states = sum(parts.get(part, 0) for part in ("weights", "gradients", "masters", "optimizer states"))
     if 2 * states > estimate.peak_bytes:
-        advice = (
-            "most of it is weights, gradients and optimizer states: shard them with FSDP2Strategy() (--strategy fsdp2 --ranks 8"
-        )
-        advice += " shows the effect), or use adapters"
+        advice = "most of it is weights, gradients and optimizer states: shard them with FSDP2Strategy()"
+        advice += " (--strategy fsdp2 --ranks 8 shows the effect), or use adapters"
     else:
         advice = "most of it is kept for backward: use a smaller micro-batch with accumulation, or"
         advice += " ActivationCheckpointing(...) on the repeated blocks"

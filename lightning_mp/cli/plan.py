@@ -86,12 +86,16 @@ def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
         help="default bf16-mixed; 16-mixed on chips without bf16 units",
     )
     machine.add_argument("--context", metavar="T", dest="context_tokens", help="sequence length; default 4096")
-    machine.add_argument("--tokens-per-step", metavar="T", help="tokens per optimizer step, over all GPUs (default about 2^22)")
+    machine.add_argument(
+        "--tokens-per-step", metavar="T", help="tokens per optimizer step, over all GPUs (default about 2^22)"
+    )
     parser.add_argument("--law", choices=list(LAWS), default=DEFAULT_LAW, help=f"scaling law; default {DEFAULT_LAW}")
     parser.add_argument(
         "--unique-tokens", metavar="U", help="size of the data set in tokens; beyond it, tokens are repeated"
     )
-    parser.add_argument("--inference-tokens", metavar="T", help="expected inference tokens; finds the cheapest model over its lifetime")
+    parser.add_argument(
+        "--inference-tokens", metavar="T", help="expected inference tokens; finds the cheapest model over its lifetime"
+    )
     parser.add_argument("--wide", action="store_true", help="print every column, with memory by part and bytes sent")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, parser=parser)

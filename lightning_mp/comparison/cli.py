@@ -66,9 +66,13 @@ def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", d
     parser.add_argument("--module", metavar="PACKAGE:FUNCTION", help="function that returns your module and its data")
     default.add_options(parser)
     pairs = parser.add_argument_group("paired runs")
-    pairs.add_argument("--steps", type=int, metavar="N", help="optimizer steps per run; without it, only costs are measured")
+    pairs.add_argument(
+        "--steps", type=int, metavar="N", help="optimizer steps per run; without it, only costs are measured"
+    )
     pairs.add_argument("--seeds", type=int, metavar="N", help="number of pairs; default 5")
-    pairs.add_argument("--monitor", metavar="NAME", help="logged loss to compare; default: the training loss (demo: val/loss)")
+    pairs.add_argument(
+        "--monitor", metavar="NAME", help="logged loss to compare; default: the training loss (demo: val/loss)"
+    )
     pairs.add_argument("--margin", type=float, metavar="M", help="acceptable increase of the loss; default 0.004")
     pairs.add_argument("--confidence", type=float, metavar="P", help="confidence of the intervals; default 0.95")
     pairs.add_argument(

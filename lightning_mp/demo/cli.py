@@ -56,9 +56,7 @@ def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> N
     others.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default runs/demo")
     others.add_argument("--max-minutes", type=float, metavar="M", help="write a checkpoint and stop after M minutes")
     others.add_argument("--resume", action="store_true", help="resume the newest run under --out")
-    others.add_argument(
-        "--json", action="store_true", help="print the summary as JSON; progress goes to stderr"
-    )
+    others.add_argument("--json", action="store_true", help="print the summary as JSON; progress goes to stderr")
     parser.set_defaults(run=_run, parser=parser)
 
 

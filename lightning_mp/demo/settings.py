@@ -128,7 +128,9 @@ class Settings:
         "mp_pipeline, mp_ddp_bf16_reduce, mp_ddp_fp16_reduce, or any other that Lightning knows",
         group="layout",
     )
-    tensor_parallel: int = setting(1, "devices that share each layer, with mp_fsdp2", group="layout", strategy=["auto", "mp_fsdp2"])
+    tensor_parallel: int = setting(
+        1, "devices that share each layer, with mp_fsdp2", group="layout", strategy=["auto", "mp_fsdp2"]
+    )
     stages: int | None = setting(
         None, "stages of mp_pipeline; default: one per device", group="layout", strategy=["mp_pipeline"]
     )
