@@ -19,6 +19,7 @@ from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import AMOUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
+from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
 from lightning_mp.flops.model_shape import elements_used
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
@@ -256,19 +257,23 @@ class ChinchillaBudget(SettingsRepr, Callback):
         """Warns with the first batch if the run ends before its budget, or the budget long before a scheduler."""
         if self._first_batch:
             self._first_batch = False
-            self._warn_about_early_end(trainer, batch)
+            self._warn_about_early_end(trainer)
 
-    def _warn_about_early_end(self, trainer: "pl.Trainer", batch: Any) -> None:
+    def _warn_about_early_end(self, trainer: "pl.Trainer") -> None:
         assert self._controller is not None
         if self.budget_tokens is None:
             return
         left = self.budget_tokens - self.tokens_spent
-        per_batch = self._controller.input_tokens(batch)
+        measure = self._controller.measure
+        assert measure is not None
+        per_batch = num_data_ranks(trainer) * int(measure.tokens)  # waits for the device, once in a fit
+        if not per_batch:
+            return
         window = self._controller.state.window.planned
-        for found in schedulers_longer_than(2 * math.ceil(left / max(1, window * per_batch)), trainer):
+        for found in schedulers_longer_than(2 * math.ceil(left / (window * per_batch)), trainer):
             rank_zero_warn(
                 f"ChinchillaBudget: {found.name}({found.setting}={found.planned:,}) plans many more optimizer steps"
-                f" than the budget allows, about {left // max(1, window * per_batch):,} from here, so the learning"
+                f" than the budget allows, about {left // (window * per_batch):,} from here, so the learning"
                 " rate hardly falls. Use TokenLearningRate(WarmupCosine()) in its place."
             )
         max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs

@@ -108,6 +108,15 @@ def format_quantity(value: float) -> str:
     return f"{rounded / _SUFFIXES[suffix]:.6g}{suffix}"
 
 
+def format_share(share: float) -> str:
+    """A share in percent: one decimal place, or two significant digits below 1 %.
+
+    >>> format_share(0.4), format_share(0.00042), format_share(0.0)
+    ('40.0%', '0.042%', '0.0%')
+    """
+    return f"{share:.1%}" if share >= 0.01 or not share else f"{100 * share:.2g}%"
+
+
 def format_bytes(size: float) -> str:
     """Three digits and bytes, KiB, MiB or GiB: powers of 1024, as GPUs are sold and ``nvidia-smi`` counts.
 

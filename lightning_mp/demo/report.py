@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_mp.cli.text import listed_facts
 from lightning_mp.core.messages import listed
+from lightning_mp.core.quantities import format_share
 from lightning_mp.demo.settings import SCALED_PRECISIONS
 from lightning_mp.diagnostics.run_plot import RunPlot
 
@@ -57,7 +58,7 @@ def format_table(summary: Mapping[str, Any], folder: Path) -> str:
         ("train loss", f"{_loss(summary['train_loss'])}, mean of the last {_TAIL_SHARE:.0%} of the steps"),
         ("validation loss", _loss(summary["validation_loss"])),
         ("tokens per second", f"{summary['tokens_per_second'] or 0:,.0f} on {summary['device']}"),
-        ("MFU", "" if summary["mfu"] is None else f"{summary['mfu']:.1%}"),
+        ("MFU", "" if summary["mfu"] is None else format_share(summary["mfu"])),
         ("time in training", f"{summary['train_seconds']:.1f} s, without validation"),
         ("peak memory", f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB {memory}"),
         *(("skipped step", _describe_skip(skip)) for skip in summary["skips"][:_SKIPS_IN_TABLE]),

@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from lightning_mp.core.quantities import format_share
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state
 
 
@@ -93,7 +94,7 @@ class Rates:
         if unit == "token" and self.nonpad_tokens_per_second is not None:
             parts.append(f"{self.nonpad_tokens_per_second:,.0f} of them without padding")
         parts += [
-            f"{label} {value:.1%}"
+            f"{label} {format_share(value)}"
             for label, value in (("MFU", self.mfu), ("HFU", self.hfu), ("goodput", self.goodput))
             if value is not None
         ]

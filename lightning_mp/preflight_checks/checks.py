@@ -117,6 +117,7 @@ def check_weights_in_16_bit(found: Found) -> Iterator[PreflightFinding]:
         weights = [weight for weight in found.weights if weight.is_trainable and weight.dtype == dtype]
         if weights:
             trainable = sum(weight.is_trainable for weight in found.weights)
+            has_frozen = any(weight.dtype == dtype and not weight.is_trainable for weight in found.weights)
             yield PreflightFinding(
                 "error" if dtype == "float16" else "warning",
                 "weights_in_16_bit",
@@ -124,8 +125,12 @@ def check_weights_in_16_bit(found: Found) -> Iterator[PreflightFinding]:
                 f" ({listed([weight.names[0] for weight in weights], 3)}), and {precision.plugin} keeps no fp32 masters"
                 " of them: small updates are lost"
                 + (", and Adam's epsilon and small second moments are 0." if dtype == "float16" else "."),
-                "Load the model in fp32 (dtype=torch.float32, or module.float()), or use"
-                f" MasterWeightsPrecision('{'16' if dtype == 'float16' else 'bf16'}-true').",
+                (
+                    "Cast the trainable ones alone: p.data = p.data.float() (PEFT: autocast_adapter_dtype=True), or use"
+                    if has_frozen
+                    else "Load the model in fp32 (dtype=torch.float32, or module.float()), or use"
+                )
+                + f" MasterWeightsPrecision('{'16' if dtype == 'float16' else 'bf16'}-true').",
             )
 
 
@@ -320,6 +325,19 @@ def check_frozen_statistics(found: Found) -> Iterator[PreflightFinding]:
             f"The weights of {len(layers)} BatchNorm layers are frozen, and their running statistics are not"
             f" ({listed(layers, 3)}): they follow the new data, and the frozen part does not stay what it was.",
             "Call .eval() on the frozen part in on_train_epoch_start as well.",
+        )
+
+
+def check_eval_mode(found: Found) -> Iterator[PreflightFinding]:
+    """Whether layers that are to be trained are in eval mode."""
+    if found.in_eval:
+        yield PreflightFinding(
+            "warning",
+            "eval_mode",
+            f"{len(found.in_eval)} dropout or BatchNorm layers beside trainable weights are in eval mode"
+            f" ({listed(found.in_eval, 3)}), and Lightning leaves them so: nothing is dropped, and running statistics"
+            " do not change.",
+            "Call module.train() before the fit; from_pretrained returns models in eval mode.",
         )
 
 
@@ -586,6 +604,7 @@ CHECKS = (
     check_unused_weights,
     check_tied_weights,
     check_frozen_statistics,
+    check_eval_mode,
     check_schedulers,
     check_budget,
     check_memory,

@@ -140,6 +140,7 @@ class Found:
     run: FoundRun = field(default_factory=FoundRun)  # how long it is
     weights: tuple[FoundWeight, ...] = ()  # every parameter
     layers: tuple[FoundLayer, ...] = ()  # that multiply matrices or have running statistics
+    in_eval: tuple[str, ...] = ()  # layers of dropout and BatchNorm in eval mode beside trainable weights
     untied: tuple[str, ...] = ()  # embeddings that a config says are tied, and are not
     step: FoundStep | None = None  # what a training step did
     schedulers: tuple[FoundScheduler, ...] = ()  # that were planned for a number of calls

@@ -27,6 +27,7 @@ FindingName = Literal[
     "untrained_weights",
     "unused_weights",
     "frozen_statistics",
+    "eval_mode",
     "tied_weights",
     "budget",
     "memory",

@@ -99,6 +99,31 @@ def _sizes(part: nn.Module) -> Iterator[tuple[str, int]]:
         yield from (("in_features", rows), ("out_features", columns))
 
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def layers_in_eval(module: nn.Module) -> tuple[str, ...]:
+    """Layers of dropout and BatchNorm in eval mode that have trainable weights, or whose parent has."""
+    parts = dict(named_modules(module))
+    return tuple(name for name, part in parts.items() if not part.training and _differs(part) and _trains(parts, name))
+
+
+def _differs(part: nn.Module) -> bool:
+    """Whether a layer does something else in training."""
+    if isinstance(part, _DROPOUTS):
+        return part.p > 0
+    if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+        return part.dropout > 0
+    return isinstance(part, BATCH_NORMS) and part.track_running_stats
+
+
+def _trains(parts: Mapping[str, nn.Module], name: str) -> bool:
+    own = list(parts[name].parameters())
+    if not own and name:
+        return _trains(parts, name.rpartition(".")[0])
+    return any(parameter.requires_grad for parameter in own)
+
+
 def own_scalers(module: nn.Module) -> tuple[str, ...]:
     """Names of attributes that are enabled gradient scalers."""
     return tuple(

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_mp import AutocastPrecision, PrecisionPolicy
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
-from lightning_mp.diagnostics.audit.table import plain_audit_table
+from lightning_mp.diagnostics.audit.table import audit_table
 
 # Of torch.compile, when it looks at the gradients of its inputs.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -90,7 +90,7 @@ def test_operations_in_compiled_code_are_seen_and_modules_that_are_not_are_named
     )
     assert report.unseen == inside
     assert report.compiled
-    table = plain_audit_table(report)
+    table = " ".join(audit_table(report).split())
     unseen = "Not called where it could be seen (compiled, TorchScript, or another module uses their weights)"
     assert f"{unseen}: {inside[0]}" in table
     assert "Part of the step was compiled" in table

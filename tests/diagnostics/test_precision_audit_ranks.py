@@ -48,7 +48,7 @@ def test_under_ddp_rank_0_tells_and_all_compute_the_same(gradient_as_bucket_view
                 warnings.simplefilter("always")
                 trainer.fit(module, loader(batches(4)[rank::2]))
             results.append(weights(module))
-        tables = [line for line in handler.lines if "Grad of weights" in line]
+        tables = [line for line in handler.lines if "Precision audit" in line]
         said = [str(warning.message) for warning in caught if "PrecisionAudit" in str(warning.message)]
         assert audit is not None
         told = runs(audit.records) if audit.records is not None else None

@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from preflight_projects import Net
 from small_models import loader, quiet_trainer, regression_batches
+from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
@@ -16,7 +17,7 @@ from transformers import get_cosine_schedule_with_warmup
 from lightning_mp import AccumulationScheduler
 from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
 from lightning_mp.preflight_checks.scheduler_facts import read_schedulers
-from lightning_mp.preflight_checks.trainer_facts import layers_of, run_of, untied_embeddings
+from lightning_mp.preflight_checks.trainer_facts import layers_in_eval, layers_of, run_of, untied_embeddings
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,21 @@ def test_lengths_of_schedulers_inside_of_others() -> None:
     assert (of_hugging_face.setting, of_hugging_face.planned) == ("num_training_steps", 80)
     [without_end] = read_schedulers({"lr_scheduler": lr_scheduler.CosineAnnealingLR(optimizer, math.inf)})
     assert without_end.planned == math.inf
+
+
+def test_layers_in_eval_mode_are_found_where_something_is_trained() -> None:
+    backbone = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.1), nn.Sequential(nn.Dropout(0.1)))
+    head = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Dropout(0.0), nn.BatchNorm1d(2))
+    model = nn.ModuleDict(
+        {"backbone": backbone.requires_grad_(False), "head": head, "rnn": nn.LSTM(2, 2, 2, dropout=0.1)}
+    )
+    assert layers_in_eval(model) == ()
+    backbone.eval()
+    assert layers_in_eval(model) == ()
+    model.eval()
+    assert layers_in_eval(model) == ("head.1", "head.3", "rnn")
+    backbone[0].requires_grad_(True)
+    assert layers_in_eval(model)[:2] == ("backbone.2", "backbone.3.0")
 
 
 @pytest.mark.full

@@ -169,6 +169,24 @@ class FrozenNorm(Net):
         self.net[1].requires_grad_(False)
 
 
+class LeftInEval(Net):
+    """A model as ``from_pretrained`` returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.Dropout(0.1))
+        self.net.eval()
+
+
+class Adapted(Net):
+    """A frozen base and its adapter, both in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+        self.bfloat16()
+
+
 class HalfTied(Net):
     """Two parameters with one memory."""
 
@@ -340,6 +358,11 @@ PROJECTS: dict[str, Project] = {
         lambda: Net().bfloat16(),
         lambda: {"precision": "bf16-mixed"},
     ),
+    "an adapter in bf16": Project(
+        *("weights_in_16_bit", "warning", "2 of 2 trainable parameters are bfloat16", "Cast the trainable ones alone"),
+        Adapted,
+        lambda: {"precision": "bf16-mixed"},
+    ),
     "a model loaded in fp16": Project(
         *("weights_in_16_bit", "error", "4 of 4 trainable parameters are float16", "MasterWeightsPrecision('16-true')"),
         lambda: Net().half(),
@@ -411,6 +434,10 @@ PROJECTS: dict[str, Project] = {
     ),
     "a frozen norm that learns": Project(
         *("frozen_statistics", "warning", "1 BatchNorm layers are frozen", ".eval()"), FrozenNorm
+    ),
+    "a model left in eval mode": Project(
+        *("eval_mode", "warning", "1 dropout or BatchNorm layers beside trainable weights", "module.train()"),
+        LeftInEval,
     ),
     "a tied memory": Project(
         *("tied_weights", "error", "net.0.weight, net.1.weight share their memory", "as one parameter"), HalfTied

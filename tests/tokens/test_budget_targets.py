@@ -41,6 +41,22 @@ def fit(budget: ChinchillaBudget, module: pl.LightningModule | None = None, **ar
     return trainer
 
 
+# -- a run that ends first ---------------------------------------------------------------------------------------------
+
+
+def test_padding_does_not_hide_that_the_run_ends_before_its_budget() -> None:
+    """Rows hold 20 positions, of which 4 are counted: 3 steps of 4 tokens, and not of 20, stand against 50."""
+    inputs, labels = torch.zeros(2, 10, dtype=torch.long), torch.full((2, 10), -100)
+    labels[:, :2] = 1
+    with (
+        pytest.warns(UserWarning, match="ended after 12 of 50"),
+        pytest.warns(UserWarning, match="ends before") as said,
+    ):
+        fit(ChinchillaBudget(tokens=50, save=False), batches=[[inputs, labels]] * 3, max_steps=3)
+    [message] = [str(one.message) for one in said if "ends before" in str(one.message)]
+    assert "3 steps of 1 micro-batches of about 4 tokens make 12 of the 50 tokens" in message
+
+
 # -- targets -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,17 +1,16 @@
-"""An audit as a table in the manner of Lightning's ModelSummary: plain text, or with rich where that is installed."""
+"""An audit as text that fits into a terminal."""
 
-import io
 import re
 import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
-from lightning_mp.core.messages import listed, text_table
+from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
 from lightning_mp.modules.stage_placeholder import StagePlaceholder
 
-HEAD = ("Name", "Type", "Weights", "In", "Runs", "Out", "Grad of out", "Grad of weights", "Autocast")
+_LABELS = ("weights", "in", "runs", "out", "gradient of out", "gradient of weights")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_KINDS = ("matmul", "softmax", "norm", "loss")
 _COMPILED = (
@@ -19,7 +18,7 @@ _COMPILED = (
     " own calls. Audit once without torch.compile to see all of it."
 )
 _UNSEEN = "Not called where it could be seen (compiled, TorchScript, or another module uses their weights): "
-_LEAST_WIDTH = 80
+_COLUMNS, _MOST_COLUMNS = 80, 120
 
 
 def table_rows(report: AuditReport) -> list[tuple[str, ...]]:
@@ -41,30 +40,29 @@ def table_rows(report: AuditReport) -> list[tuple[str, ...]]:
     return rows
 
 
-def plain_audit_table(report: AuditReport) -> str:
-    """The table as text, with what could not be seen below."""
-    return "\n".join([*text_table(HEAD, table_rows(report)), *_notes(report)])
-
-
 def audit_table(report: AuditReport) -> str:
-    """The same, drawn by rich if that is installed."""
-    if find_spec("rich") is None:
-        return plain_audit_table(report)
-    from rich.console import Console
-    from rich.table import Table
+    """The rows as text, two lines each: module and autocast, then the dtypes. What could not be seen is below."""
+    columns = min(shutil.get_terminal_size((_COLUMNS, 24)).columns, _MOST_COLUMNS)
+    lines = ["Precision audit"]
+    for name, class_name, *dtypes, autocast in table_rows(report):
+        lines.append(f"{name}: {class_name}, autocast {autocast}")
+        shown = [f"{label} {dtype}" for label, dtype in zip(_LABELS, dtypes, strict=True) if dtype != "-"]
+        lines += _filled("; ".join(shown), columns, indent="    ")
+    notes = [_COMPILED] if report.compiled else []
+    if report.unseen:
+        notes.append(f"{_UNSEEN}{listed(report.unseen)}.")
+    return "\n".join([*lines, *(line for note in notes for line in _filled(note, columns))])
 
-    table = Table(title="Precision audit", title_justify="left")
-    for head in HEAD:
-        table.add_column(head, overflow="fold")  # the end of a module's name says which one it is
-    for row in table_rows(report):
-        table.add_row(*row)
-    # As wide as it needs to be where it goes to a file; in a terminal no wider than that.
-    needed = _width(report)
-    width = min(needed, max(_LEAST_WIDTH, shutil.get_terminal_size((needed, 24)).columns))
-    console = Console(file=io.StringIO(), markup=False, width=width)
-    console.print(table)
-    drawn = console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
-    return "\n".join([drawn.rstrip(), *_notes(report)])
+
+def _filled(text: str, columns: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text,
+        columns,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,  # the end of a module's name says which one it is
+        break_on_hyphens=False,
+    )
 
 
 def _cells(module: ModuleRecord, own: Sequence[OperationRecord]) -> tuple[str, ...]:
@@ -96,18 +94,6 @@ def _runs(own: Sequence[OperationRecord]) -> str:
 
 def _joined(dtypes: Sequence[str]) -> str:
     return ", ".join(dtypes) or "-"
-
-
-def _notes(report: AuditReport) -> list[str]:
-    notes = [_COMPILED] if report.compiled else []
-    if report.unseen:
-        notes.append(f"{_UNSEEN}{listed(report.unseen)}.")
-    return notes
-
-
-def _width(report: AuditReport) -> int:
-    rows = [HEAD, *table_rows(report)]
-    return sum(max(len(row[column]) for row in rows) + 3 for column in range(len(HEAD))) + 1
 
 
 def join_stages(reports: Sequence[AuditReport], names: Sequence[str]) -> AuditReport:
