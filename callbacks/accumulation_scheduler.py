@@ -73,16 +73,16 @@ def _read(text: str) -> int | None:
 class AccumulationScheduler(SettingsRepr, Callback):
     """Sets the micro-batches per optimizer step, by schedule or target batch size; gradients are exact means.
 
-    A drop-in for Lightning's ``GradientAccumulationScheduler`` that accepts its argument names. A change takes effect
+    A drop-in replacement for Lightning's ``GradientAccumulationScheduler``. A change takes effect
     when the next window opens. The last window of an epoch may be shorter and is still an exact mean. The schedule also
-    applies after a resume in the middle of an epoch and in a second ``fit``.
+    applies after resuming in the middle of an epoch and in a second ``fit``.
 
     Give one of ``schedule``, ``target_samples`` and ``target_tokens``. Thresholds in samples and tokens are compared
     with the counts over all ranks up to the window before the last one, whose count may still be on the device.
 
     With this callback, the run also ends only at the end of a window, whatever sets ``trainer.should_stop``;
     ``ModelCheckpoint`` writes at the ends of windows; the ``frequency`` of a learning-rate scheduler counts optimizer
-    steps; sharded gradients are reduced as ``sync`` says.
+    steps; ``sync`` sets when sharded gradients are reduced.
 
     Args:
         schedule: threshold -> micro-batches per optimizer step. Keys may be strings ("1_000", "1.5B").
@@ -92,7 +92,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
             rounded to a whole number of micro-batches, given the size of the run's first one and the number of ranks
             that see different data; a resume with another number of ranks or another batch size measures again.
         target_tokens: the same in tokens, padding included.
-        ramp: between the targets: "stepped" or "linear".
+        ramp: how to get from one target to the next: "stepped" or "linear".
         weight_by: weight of a micro-batch in the mean of its window: "token" for its target tokens, "sample" for its
             batch size, "batch" for equal weights. "auto" uses tokens if batches have token labels, else samples. The
             loss must be a mean over these items; or, if the batch is a mapping with ``"num_items_in_batch"``, a sum
@@ -189,7 +189,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
         return self.windows.micro_batches(Progress(epoch=epoch))
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
-        """Refuses before a fit what would be refused in it; for preflights.
+        """Raises the errors of a fit before it starts; called by preflight.
 
         Raises:
             MisconfigurationException: as in the fit.

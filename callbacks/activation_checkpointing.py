@@ -61,8 +61,8 @@ class ActivationCheckpointing(SettingsRepr, Callback):
     segments of ``L/s`` blocks  :math:`s b`                            :math:`s b + (L/s) \; a - b`
     ==========================  =====================================  ==================================
 
-    The last is least at :math:`s = \sqrt{L a / b}` segments. To checkpoint segments, put the blocks of each into an
-    ``nn.Sequential`` and name those.
+    The last peak is smallest at :math:`s = \sqrt{L a / b}` segments. To checkpoint segments, wrap the blocks of each in
+    an ``nn.Sequential`` and name those.
 
     Args:
         modules: what to checkpoint: a module class, its name, a glob over names, or a list of these. A string is a

@@ -1,4 +1,4 @@
-"""All checkpoints of a fit, files and directories, are there as a whole or not at all."""
+"""Checkpoints, files and directories, that are written completely or not at all."""
 
 import os
 from pathlib import Path
@@ -42,7 +42,7 @@ from lightning_mp.resume.resumable_progress import ResumableProgress
 
 
 class AtomicCheckpoints(SettingsRepr, Callback):
-    """Writes each checkpoint of ``fit`` atomically: after ``kill -9`` at any moment the last one is usable.
+    """Writes each checkpoint of ``fit`` atomically: after a ``kill -9`` at any moment, the last one is usable.
 
     Works with any strategy and any kind of checkpoint: a single file, or the directory that FSDP and
     ModelParallelStrategy write with all ranks. It is written under a hidden name in the same folder, synced to disk,
@@ -55,7 +55,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
     Lightning's ModelParallelStrategy cannot read a checkpoint in which a parameter has no optimizer state yet, because
     all steps so far were skipped or did not use it, and writing one before the first step makes Adam count a step too
     many. This callback fixes both. :class:`~lightning_mp.FSDP2Strategy` does all of this by itself, and the callback
-    does nothing there. FSDPStrategy cannot read a folder without optimizer state; an error says so.
+    does nothing there. FSDPStrategy cannot read a folder without optimizer state and raises an error.
 
     ``strategy.save_checkpoint`` and ``remove_checkpoint``, and for the last two ``load_checkpoint`` and
     ``optimizer_state``, are wrapped during ``fit``, ``validate`` or ``test``; a later ``trainer.save_checkpoint`` is

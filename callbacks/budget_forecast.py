@@ -1,4 +1,4 @@
-"""Where a run will end: its loss and the time it still takes, told while it trains."""
+"""The final loss and remaining time of a run, forecast while it trains."""
 
 import time
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""A run that ends on its budget: tokens, FLOPs or device hours."""
+"""Ends a run exactly at its budget of tokens, FLOPs or device hours."""
 
 import math
 import time
@@ -180,7 +180,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
-        """Refuses before a fit what would be refused in it; for preflights.
+        """Raises the errors of a fit before it starts; called by preflight.
 
         Raises:
             MisconfigurationException: as in the fit.

@@ -1,4 +1,4 @@
-"""A resumed run continues to the bit: random numbers, position in the data and epoch metrics in every checkpoint."""
+"""A resumed run continues bit for bit: random numbers, position in the data and epoch metrics in every checkpoint."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ from lightning_mp.resume.resumable_progress import (
 
 
 class ExactResume(SettingsRepr, Callback):
-    """Makes ``fit(ckpt_path=...)`` continue with the next batch and the same random numbers, as if never stopped.
+    """Makes ``fit(ckpt_path=...)`` continue with the next batch and the same random numbers, as if never interrupted.
 
     Every checkpoint of the run then stores, for each rank, the state of the random generators (torch on the CPU and on
     the rank's device, Python, NumPy), the position of every training loader, and the values logged in the epoch so far.
@@ -59,8 +59,8 @@ class ExactResume(SettingsRepr, Callback):
             ``lightning-mp bits``. It costs one read from the device per batch.
 
     Raises:
-        ValueError: if ``on_unsupported`` is neither of the two, or ``record`` is no ``.jsonl`` file; on loading, if the
-            state in a checkpoint is damaged, or belongs to a loader with another dataset length or batch size.
+        ValueError: if ``on_unsupported`` is neither, or ``record`` is not a ``.jsonl`` file; on loading, if the state
+            in a checkpoint is damaged, or belongs to a loader with another dataset length or batch size.
         MisconfigurationException: at set-up, with ``on_unsupported="error"``, if the position of a training loader
             cannot be recorded.
 

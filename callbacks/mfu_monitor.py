@@ -189,7 +189,7 @@ class MFUMonitor(SettingsRepr, Callback):
         self.flop_count = None
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
-        """Refuses before a fit what would be refused in it; for preflights.
+        """Raises the errors of a fit before it starts; called by preflight.
 
         Raises:
             MisconfigurationException: as in the fit.

@@ -46,7 +46,7 @@ from lightning_mp.tokens.loss_weighting import Weighting
 class MicroBatchOnOOM(SettingsRepr, Callback):
     """Halves the micro-batch when memory runs out in forward or backward, and continues with the same gradient.
 
-    The micro-batch is then run as microbatches, one forward and backward after the other, each weighted by its share of
+    The micro-batch is then split into microbatches, which run one after the other, each weighted by its share of
     the target tokens (of the samples, where there are no token labels), so that their sum is the gradient of the whole,
     up to rounding. A failed attempt has no side effects: gradients that the window has already accumulated, buffers,
     plain attributes and metrics of the module, logged values and random numbers are as they were. The size that fitted
@@ -57,11 +57,11 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
     - Forwards *and* backwards run inside ``training_step``; Lightning's backward only hands the gradients out. Hooks
       (``on_before_backward``, ``on_after_backward``), the loss scale, accumulation, budgets and the optimizer see one
-      micro-batch, as always; a profiler shows backwards as part of the training step. It costs two passes over the
+      micro-batch, as usual; a profiler shows backwards as part of the training step. It costs two passes over the
       gradients per micro-batch, and inside an open window memory for one more set of gradients towards the end of a
       backward. A micro-batch that fits is bit-identical to stock Lightning.
-    - Under DDP gradients are reduced once per window, as always, but after the last backward and not during it. Ranks
-      need not agree on microbatches; the smallest size is shared by one 8-byte reduction per optimizer step.
+    - Under DDP gradients are reduced once per window, as usual, but after the last backward instead of during it. Ranks
+      may use different sizes; the smallest is shared by one 8-byte reduction per optimizer step.
     - Values given to ``self.log`` in the training step are logged once, as the mean over microbatches by their shares
       (sums, maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are concatenated, numbers
       averaged.
@@ -70,7 +70,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     - Layers that mix samples (BatchNorm) see microbatches; a warning says so. Dropout masks of microbatches differ from
       those of the whole. ``torch.compile`` recompiles for a new size.
 
-    Not covered are the optimizer's step itself, validation, and collectives inside the training step
+    It does not cover the optimizer step itself, validation, and collectives inside the training step
     (``self.all_gather`` is refused).
 
     Args:

@@ -1,4 +1,4 @@
-"""Loss scale and skipped steps: logged, counted, and the end of the run when there are too many."""
+"""Logs and counts skipped steps and the loss scale, and ends a run that skips too many."""
 
 import math
 from dataclasses import dataclass
@@ -38,9 +38,9 @@ class OverflowMonitor(SettingsRepr, Callback):
     more than a tenth.
 
     The precision plugins of this package keep learning-rate schedulers and averaged weights from advancing on a skipped
-    step. With Lightning's own plugins this callback does.
+    step. With Lightning's own plugins, this callback does so.
 
-    ``trainer.global_step`` counts attempts, as everywhere in Lightning, so that logs and checkpoints share one step
+    ``trainer.global_step`` counts attempted steps, as usual in Lightning, so that logs and checkpoints share one step
     count.
 
     Args:

@@ -1,4 +1,4 @@
-"""Why a step was skipped: which parameters, and with a replay which micro-batch, module and tensor, and whose fault."""
+"""Why a step was skipped: which parameters, and with a replay which micro-batch, module and tensor, and the cause."""
 
 import json
 from dataclasses import dataclass, field
@@ -170,7 +170,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self._fit.can_replay_now = True
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """Keeps the scaled and weighed loss, on its device."""
+        """Keeps the scaled and weighted loss, on its device."""
         if trainer.global_step in self._fit.windows:
             self._fit.windows[trainer.global_step][-1].scaled_loss = loss.detach()
 

@@ -45,7 +45,7 @@ class PrecisionAudit(SettingsRepr, Callback):
     :class:`~lightning_mp.diagnostics.audit.watch.PrecisionWatch`, which also works without a Trainer.
 
     Args:
-        batch: which training batch of a fit, from 0.
+        batch: index of the training batch to audit, from 0.
 
     Attributes:
         records: what was seen, with ``to_dict()`` and ``to_json()``; None before the batch.

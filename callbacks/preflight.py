@@ -1,4 +1,4 @@
-"""A preflight before the first step of a fit."""
+"""Checks the set-up of a fit before its first step."""
 
 from typing import Any, Literal, get_args
 
@@ -63,7 +63,7 @@ class Preflight(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Checks with the first batch; ends the run, warns, or says that nothing was found."""
+        """Checks with the first batch; ends the run, warns, or logs that nothing was found."""
         if not self._is_due:
             return
         self._is_due = False

@@ -1,4 +1,4 @@
-"""A rank that hangs is named and ended, and all others with it."""
+"""Names a rank that hangs and ends the run on all ranks."""
 
 from typing import Any
 

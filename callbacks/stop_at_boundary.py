@@ -1,4 +1,4 @@
-"""A signal or a time limit ends the run at the end of an accumulation window, with a checkpoint."""
+"""Ends a run at the next window end after a signal or a time limit, with a checkpoint."""
 
 import signal
 import threading

@@ -193,7 +193,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         self._controller.before_each_step(lambda: self._set_step_rates(trainer))
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
-        """Refuses before a fit what would be refused in it; for preflights.
+        """Raises the errors of a fit before it starts; called by preflight.
 
         Raises:
             MisconfigurationException: as in the fit.

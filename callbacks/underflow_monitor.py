@@ -103,7 +103,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
     Logged at every batch once the first observation is read: ``mp/underflow_fraction``, ``mp/subnormal_fraction``,
     ``mp/zero_fraction``, ``mp/headroom_doublings`` (how often the scale may double before the largest gradient
     overflows), ``mp/suggested_scale`` (the largest power of two that would have suited the last 10 observations with
-    one doubling to spare). Other kinds have their name appended: ``mp/underflow_fraction/activations``. A
+    one doubling of headroom). Other kinds have their name appended: ``mp/underflow_fraction/activations``. A
     ``TensorBoardLogger`` also gets the histogram of exponents, ``mp/exponents/gradients``. The latest observation and
     the history are saved in the checkpoint.
 

@@ -1,4 +1,4 @@
-"""FSDP2, tensor parallelism and both, for models that know nothing of it."""
+"""FSDP2 and tensor parallelism, alone or combined, for unmodified models."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -69,7 +69,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         Trainer(strategy=FSDP2Strategy(shard="my_project.Block"), ...)       # by name, as in YAML
         Trainer(strategy=FSDP2Strategy(shard="model.blocks.*"), ...)         # by a glob over names of modules
         Trainer(strategy=FSDP2Strategy(shard=10_000_000), ...)               # every module of that many parameters
-        Trainer(strategy="mp_fsdp2", ...)                                    # blocks are found
+        Trainer(strategy="mp_fsdp2", ...)                                    # finds the blocks
         Trainer(strategy=FSDP2Strategy(replicate_size=2), devices=8)         # 2 copies, each over 4 ranks
         Trainer(strategy=FSDP2Strategy(tensor_parallel_size=2), devices=8)   # 4 data ranks, each over 2
 
@@ -83,7 +83,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     start from the weights of rank 0, and keep its running statistics, as under DDP.
 
     Gradients are reduced once per window of accumulation or at every micro-batch, as
-    ``AccumulationScheduler(sync=...)`` says; without it at every micro-batch. ``ActivationCheckpointing`` is applied
+    set by ``AccumulationScheduler(sync=...)``; without it, at every micro-batch. ``ActivationCheckpointing`` is applied
     inside the units. In manual optimization each part of the LightningModule is gathered when it is called, not for the
     whole step, because optimizers are stepped in the middle. Lightning refuses ``torch.compile(LightningModule)`` here;
     compile in place: ``block.compile()``, ``self.model.compile()``.
@@ -91,12 +91,12 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     A model built in ``with trainer.init_module(empty_init=True):`` takes no memory before it is sharded; units are
     initialised in turn, by their modules' ``reset_parameters``, with the same weights on any number of ranks.
 
-    The model stays sharded after the run; to call it by hand, use the autocast of the run.
+    The model stays sharded after the run; to call it directly, use the autocast of the run.
 
     Checkpoints are folders with the shards of every rank, or with ``save_distributed_checkpoint=False`` a single file
     that any strategy reads. Both resume on any number of ranks, and get their final name only when they are complete.
-    Where queries, keys and values are one matrix, ranks store it in a different order; state dicts have the order of
-    one process, so all ranks must call ``state_dict`` together.
+    Fused query-key-value matrices are stored in a different order on the ranks; state dicts have the order of one
+    process, so all ranks must call ``state_dict`` together.
 
     Args:
         shard: a module class, its name, a glob over names, or several of these; or a number of parameters, for the
@@ -115,17 +115,17 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with a different head, and "whole" leaves a layer
             as it is.
         reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or
-            spread them over that many ranks; None for what FSDP2 does.
-        save_distributed_checkpoint: one file per rank, or one in all.
+            spread them over that many ranks; None for the default of FSDP2.
+        save_distributed_checkpoint: one file per rank (True), or a single file (False).
         process_group_backend: "nccl" or "gloo"; None uses the device's default.
         timeout: timeout of collective operations.
 
     Raises:
         ValueError: if an argument cannot be read; at set-up, if a rule matches nothing, or sizes do not divide.
         MisconfigurationException: at set-up, if a module on the meta device has no ``reset_parameters``, the precision
-            plugin cannot keep ranks together, a callback has copied the model (WeightAveraging, SWA), batch norms are
-            to be synchronised, or an earlier run has sharded the model over other sizes; at a step, if ranks have run
-            different units; at a checkpoint, if its path is not on a mounted file system.
+            plugin cannot keep ranks together, a callback has copied the model (WeightAveraging, SWA),
+            ``sync_batchnorm`` is set, or an earlier run has sharded the model over other sizes; at a step, if ranks
+            have run different units; at a checkpoint, if its path is not on a mounted file system.
 
     References:
         Zhao et al., "PyTorch FSDP", 2023, https://arxiv.org/abs/2304.11277; Shoeybi et al., "Megatron-LM", 2019,
@@ -178,7 +178,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes ``Trainer(strategy="mp_fsdp2")`` known."""
+        """Registers ``Trainer(strategy="mp_fsdp2")``."""
         if "mp_fsdp2" not in strategy_registry:
             strategy_registry.register("mp_fsdp2", cls, description="FSDP2 of any LightningModule by blocks")
 

@@ -1,4 +1,4 @@
-"""A LightningModule becomes units of FSDP2, split by tensor parallelism before."""
+"""Splits a LightningModule by tensor parallelism and shards it into FSDP2 units."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -38,10 +38,10 @@ def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch
     """Weights that autocast would cast to 16 bit at their use are gathered so; all others in fp32.
 
     Linear and convolutional layers come in 16 bit, norms, embeddings and modules that torch does not know in fp32: what
-    they compute is then the same as on one device, where nothing is gathered. A rule of the policy about a module goes
-    before that: ``{"class:Embedding": "low"}`` halves the bytes of embeddings and rounds them. Norms stay in fp32 under
+    they compute is then the same as on one device, where nothing is gathered. A policy rule about a module takes
+    precedence: ``{"class:Embedding": "low"}`` halves the bytes of embeddings and rounds them. Norms stay in fp32 under
     such a rule, because their kernels refuse 16-bit weights with fp32 inputs. A weight that several modules share is
-    gathered in fp32 unless all of them want it otherwise.
+    gathered in fp32 unless all of them use 16 bit.
 
     >>> model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
     >>> [(m.name, m.dtype) for m in gathered_dtypes(model, None, torch.bfloat16).modules if m.has_parameters]

@@ -62,7 +62,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     .. code-block:: python
 
         class Model(L.LightningModule):
-            def pipeline_layers(self):                       # one after the other
+            def pipeline_layers(self):                       # in order
                 return [self.embedding, *self.blocks, self.norm, self.head]
 
             def pipeline_loss(self, logits, batch):          # mean over the samples or tokens of a part of the batch
@@ -82,13 +82,13 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     Anything else that a layer needs, such as a mask, it takes from its microbatch
     (:class:`~lightning_mp.pipelining.PipelineLayer`).
 
-    Stages are idle while the pipeline fills and drains: of the time of a step
-    :math:`(s - 1) / (m + s - 1)` with :math:`s` stages of equal work and :math:`m` microbatches; it is printed at
-    set-up. "1f1b" lets a stage keep the activations of at most ``stages`` microbatches, "gpipe" those of all. A batch
-    whose samples are not a multiple of ``microbatches``, such as the last of an epoch, is processed in two runs.
+    Stages are idle while the pipeline fills and drains: for :math:`(s - 1) / (m + s - 1)` of each step, with :math:`s`
+    stages of equal work and :math:`m` microbatches. The fraction is printed at set-up. "1f1b" lets a stage keep the
+    activations of at most ``stages`` microbatches, "gpipe" those of all. A batch whose samples are not a multiple of
+    ``microbatches``, such as the last of an epoch, is processed in two runs.
 
     Ranks are laid out stage by stage: ranks of one stage are neighbours and see different data; their gradients are
-    averaged in fp32, once per window of accumulation. Loss scale, skipped steps and the norm for clipping are of the
+    averaged in fp32, once per window of accumulation. Loss scale, skipped steps and the norm for clipping refer to the
     whole model. A parameter on several stages (a head tied to the embedding) gets the sum of its gradients.
 
     ``configure_optimizers`` sees the whole model, so that parameter groups come out as on one device; afterwards each
@@ -163,7 +163,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Makes ``Trainer(strategy="mp_pipeline")`` known: one stage on every rank."""
+        """Registers ``Trainer(strategy="mp_pipeline")``: one stage on every rank."""
         if "mp_pipeline" not in strategy_registry:
             strategy_registry.register("mp_pipeline", cls, description="Pipeline parallelism, one stage on every rank")
 

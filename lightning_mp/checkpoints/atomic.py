@@ -1,8 +1,8 @@
-"""Checkpoints that are there as a whole or not at all, whenever the process is killed.
+"""Checkpoints that are written completely or not at all, whenever the process is killed.
 
-A checkpoint is written under a hidden temporary name in the same folder, brought to the disk (``fsync``) and then
+A checkpoint is written under a hidden temporary name in the same folder, synced to disk (``fsync``) and then
 renamed, which a POSIX file system does in one step. A directory checkpoint gets a marker with the sizes of its files
-before it is renamed, so that half of a copied or deleted directory is not taken for a checkpoint either.
+before it is renamed, so that a partially copied or deleted directory is not mistaken for a checkpoint.
 """
 
 import json
@@ -165,7 +165,7 @@ def _sync(path: Path) -> None:
 
 
 class AtomicCheckpointIO(NamespaceHint, TorchCheckpointIO):
-    """Writes single-file checkpoints so that a kill at any moment leaves the old file or the new one.
+    """Writes single-file checkpoints so that a kill at any moment leaves either the old or the new file intact.
 
     Lightning's own plugin writes to the system's temporary folder and moves the file from there. That is a copy if the
     folder is on another disk, and the file is not synced. This one writes beside the target, without a second copy in
@@ -173,7 +173,7 @@ class AtomicCheckpointIO(NamespaceHint, TorchCheckpointIO):
     complete objects.
 
     Directory checkpoints (``save_distributed_checkpoint=True``, ``state_dict_type="sharded"``) are written by the
-    strategy and not by a plugin: use the callback :class:`~lightning_mp.AtomicCheckpoints`, which covers both kinds.
+    strategy, not by a plugin: use the callback :class:`~lightning_mp.AtomicCheckpoints`, which covers both kinds.
 
     Raises:
         TypeError: on saving, if ``storage_options`` are given, like Lightning's own plugin.

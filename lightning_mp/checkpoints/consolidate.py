@@ -1,4 +1,4 @@
-"""A folder with the shards of a run becomes a single file that any strategy reads."""
+"""Converts a folder of shards to a single file that any strategy reads."""
 
 import os
 import warnings
@@ -19,10 +19,10 @@ _FSDP1_WEIGHTS, _WEIGHTS = "model", "state_dict"
 def consolidate_checkpoint(folder: str | os.PathLike[str], file: str | os.PathLike[str]) -> Path:
     """Converts a sharded checkpoint to a single file, for a run on one device, under DDP or under any other strategy.
 
-    It runs in one process, without a Trainer, and holds the whole checkpoint in host memory once: weights, the state of
-    the optimizers and everything else, so that a run resumes from it. ``FSDP2Strategy``, ``ModelParallelStrategy`` and
-    ``FSDPStrategy`` write such folders; Lightning's own ``consolidate_checkpoint`` reads those of the last one only.
-    It unpickles what is neither weight nor table of contents, so use it on folders that you trust.
+    It runs in one process, without a Trainer, and holds the whole checkpoint in host memory once: weights,
+    optimizer states and everything else that a run needs to resume. ``FSDP2Strategy``, ``ModelParallelStrategy`` and
+    ``FSDPStrategy`` write such folders; Lightning's own ``consolidate_checkpoint`` reads only those of the last one.
+    It unpickles everything except tensors and metadata, so use it only on folders that you trust.
 
     Args:
         folder: the checkpoint, with ``meta.pt`` and shards in it.

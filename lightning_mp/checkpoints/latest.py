@@ -1,4 +1,4 @@
-"""Which checkpoint to continue from after a run that was killed."""
+"""Finds the checkpoint from which to resume a killed run."""
 
 import os
 from pathlib import Path
@@ -11,9 +11,9 @@ SUFFIX = ".ckpt"
 
 
 def latest_checkpoint(dirpath: str | os.PathLike[str]) -> Path | None:
-    """The latest complete checkpoint in a folder; None if there is none, so that a run starts from scratch.
+    """The latest complete checkpoint in a folder, or None, with which a run starts from scratch.
 
-    Write ``trainer.fit(..., ckpt_path=latest_checkpoint(folder))``: the same line serves the first start and every
+    Write ``trainer.fit(..., ckpt_path=latest_checkpoint(folder))``: the same line works for the first start and every
     restart. The folder is not changed. Files and directories named ``*.ckpt`` are considered. A file is complete if the
     end of its archive is intact, a directory if it has the marker written by :class:`~lightning_mp.AtomicCheckpoints`
     and each file has the recorded size; incomplete ones are skipped with a warning. A directory without the marker may
@@ -21,7 +21,7 @@ def latest_checkpoint(dirpath: str | os.PathLike[str]) -> Path | None:
     resumed from, in another folder.
 
     Args:
-        dirpath: the folder of the checkpoints, as ``ModelCheckpoint(dirpath=...)``, or of several runs, such as
+        dirpath: folder of the checkpoints, as in ``ModelCheckpoint(dirpath=...)``, or of several runs, such as
             ``"lightning_logs"``; it need not exist yet.
 
     Raises:

@@ -40,7 +40,7 @@ def reduced_precision_hook(dtype: ReducedDtype) -> Hook:
 
     With NCCL the reduction overlaps the backward pass; with gloo each bucket blocks.
 
-    Gradients that are 16 bit already are reduced as they are. Works with ``gradient_as_bucket_view``, with accumulation
+    16-bit gradients are reduced as they are. Works with ``gradient_as_bucket_view``, with accumulation
     (DDP calls the hook once per window) and with any precision plugin.
 
     Args:

@@ -1,7 +1,8 @@
-"""Learning-rate schedules over the share of a token budget that is spent. Pure functions.
+"""Learning-rate schedules as pure functions of the fraction of a token budget that is spent.
 
-A schedule is any function from that fraction, 0 to 1, to a factor of the peak learning rate. It knows neither tokens
-nor steps, so one schedule serves every budget, batch size and accumulation. :class:`Course` says how far a run is.
+A schedule is any function from that fraction, 0 to 1, to a factor of the peak learning rate. It depends on neither
+tokens nor steps, so one schedule works for every budget, batch size and accumulation. :class:`Course` tracks the
+progress of a run.
 """
 
 import math

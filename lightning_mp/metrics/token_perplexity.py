@@ -17,20 +17,20 @@ def token_perplexity(logits: Tensor, target: Tensor, ignore_index: int | None = 
     .. math:: \exp\Big(\frac1n \sum_i -\log p_i\Big), \qquad
               -\log p_i = \log \sum_v e^{z_{i,v}} - z_{i,y_i}
 
-    over the ``n`` tokens whose target is not ``ignore_index``; natural logarithm, so that it is the exponential of the
-    mean cross-entropy.
+    over the ``n`` tokens whose target is not ``ignore_index``; the logarithm is natural, so this is the exponential of
+    the mean cross-entropy.
 
     Args:
         logits: scores before softmax, shape ``[..., vocabulary]``; 16-bit logits are computed in float32.
         target: token ids, integers of shape ``[...]``. For a language model, shift them first:
             ``token_perplexity(logits[:, :-1], tokens[:, 1:])``.
-        ignore_index: target that does not count, as in ``torch.nn.functional.cross_entropy``; None counts all.
+        ignore_index: target to ignore, as in ``torch.nn.functional.cross_entropy``; None counts all.
 
     Returns:
         Scalar tensor, float64 (float32 on MPS); nan if no token counts.
 
     Raises:
-        ValueError: if the shapes do not fit or a dtype is wrong.
+        ValueError: if the shapes do not match or a dtype is wrong.
 
     References:
         Jelinek et al., "Perplexity - a measure of the difficulty of speech recognition tasks", JASA 62, 1977.
@@ -48,12 +48,12 @@ def token_perplexity(logits: Tensor, target: Tensor, ignore_index: int | None = 
 class TokenPerplexity(Metric):
     """Perplexity over all tokens of all batches and ranks, each token with the same weight.
 
-    Unlike ``torchmetrics.text.Perplexity`` it counts tokens in int64, which stays exact past 2^24 tokens, adds in
+    Unlike ``torchmetrics.text.Perplexity`` it counts tokens in int64, which stays exact past 2^24 tokens, sums in
     float64, and uses log-sum-exp instead of the logarithm of a softmax, which underflows for unlikely tokens. Its
     temporaries are small for any batch. Nothing waits for the device before ``compute``.
 
     Args:
-        ignore_index: target that does not count; None counts all.
+        ignore_index: target to ignore; None counts all.
         kwargs: arguments of ``torchmetrics.Metric``.
 
     Raises:

@@ -19,7 +19,7 @@ def underflow_fraction(
     It is :attr:`FractionLost.zero <lightning_mp.core.number_formats.FractionLost>` without waiting for the device.
 
     Args:
-        values: floating-point tensor of any shape; of a DTensor the local shard.
+        values: floating-point tensor of any shape; for a DTensor, the local shard.
         target: the format that scaled values are rounded to.
         scale: number or scalar tensor, as a loss scale.
 
@@ -82,7 +82,7 @@ class UnderflowFraction(Metric):
         self.nonzero_values += nonzero
 
     def compute(self) -> Tensor:
-        """The share so far; 0 if there was no value but zeros."""
+        """The share so far; 0 if there were no non-zero values."""
         return self.lost_values / self.nonzero_values.clamp(min=1)
 
 

@@ -24,8 +24,8 @@ class JointOptimizer(Optimizer):
     """Steps several optimizers as one, each on its own parameter groups.
 
     Lightning's automatic optimization, learning-rate schedulers, gradient clipping, loss scaling and master weights
-    take one optimizer. This one exposes the parameter groups of all its optimizers (the same dictionaries, so that what
-    a scheduler sets takes effect) and one shared ``state``. Each optimizer runs its own step, and its own
+    work with a single optimizer. This one exposes the parameter groups of all its optimizers (the same dictionaries, so
+    that what a scheduler sets takes effect) and one shared ``state``. Each optimizer runs its own step, and its own
     ``state_dict`` and ``load_state_dict`` save and load its part, so nothing is lost on resume::
 
         def configure_optimizers(self):
@@ -43,7 +43,7 @@ class JointOptimizer(Optimizer):
     A ``torch.optim.Muon`` over DTensors (FSDP2, tensor parallelism) is stepped so that each matrix is gathered on one
     rank and orthogonalised once; see :func:`~lightning_mp.optimizers.sharded_muon.sharded_step`.
 
-    Where every optimizer unscales and skips in its own kernel (``fused=True``), so does the joint one; otherwise
+    If every optimizer unscales and skips in its own kernel (``fused=True``), so does the joint one; otherwise
     gradients are unscaled and checked before the step.
 
     Args:

@@ -28,7 +28,7 @@ def matrices_and_rest(module: nn.Module, *, matrices: Sequence[str] = (), rest: 
     embeddings, output layers, norms and biases go to AdamW (Jordan et al. 2024, "Muon: An optimizer for hidden layers
     in neural networks"). A parameter is a hidden matrix if it has two axes, unless
 
-    - an ``nn.Embedding`` holds it, also where a head shares it;
+    - it belongs to an ``nn.Embedding``, even if a head shares it;
     - its name is that of an output layer (``lm_head``, ``head``, ``output``, ``classifier``, ...) outside numbered
       blocks;
     - no parameter has such a name, and it is the weight of the last ``nn.Linear``.

@@ -1,4 +1,4 @@
-"""What a LightningModule calls in its steps: the same under PipelineParallelStrategy and everywhere else."""
+"""Functions that a LightningModule calls in its steps, with and without PipelineParallelStrategy."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
@@ -27,7 +27,7 @@ def pipelined_loss(module: "pl.LightningModule", batch: Any) -> Tensor:
         batch: the batch that the step received.
 
     Returns:
-        A scalar tensor to log, to do arithmetic with and to return from ``training_step``.
+        A scalar tensor that can be logged, combined with others and returned from ``training_step``.
 
     Raises:
         MisconfigurationException: if the module does not define its layers and loss.
@@ -71,8 +71,8 @@ def pipelined_metrics(module: "pl.LightningModule", batch: Any) -> Mapping[str, 
 def pipelined_output(module: "pl.LightningModule", batch: Any) -> Any:
     """The output of the last layer for the whole batch, without gradients; for ``predict_step``.
 
-    Under PipelineParallelStrategy it is sent to all stages, so for logits of a large vocabulary, return only what you
-    need of them from ``pipeline_loss``.
+    Under PipelineParallelStrategy it is sent to all stages, so for a large vocabulary, return only the values that
+    you need from ``pipeline_loss`` instead.
 
     Args:
         module: as for :func:`pipelined_loss`.

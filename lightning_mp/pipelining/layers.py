@@ -21,12 +21,12 @@ _HOW = (
 
 
 class PipelineLayer(SettingsRepr):
-    """A layer of a pipeline that is more than one module: a function, and the modules that it uses.
+    """A pipeline layer that is not a single module: a function, and the modules that it uses.
 
     Args:
         function: called with the output of the previous layer and with the microbatch, which every stage has; so masks
             and positions need not be sent from stage to stage. It returns a tensor or a tuple of tensors.
-        modules: those whose parameters and buffers it uses.
+        modules: the modules whose parameters and buffers it uses.
 
     Example:
         A model that adds positions between its embedding and its blocks:
