@@ -1,4 +1,4 @@
-"""``compare_precisions``: what a precision costs and how well it trains, on the user's own model and machine."""
+"""``compare_precisions``: measures cost and quality of precisions on the user's own model and machine."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +73,7 @@ def compare_precisions(
     """Compares precisions on your model: time per batch, peak memory, gradient error, and with ``steps`` the loss.
 
     Every run has its own ``Trainer`` on one device, without logger and checkpoints, and a fresh copy of the module.
-    Times come from short interleaved runs of all precisions, so that a machine that slows down slows all of them.
+    Times come from short interleaved runs of all precisions, so that a slowdown of the machine affects all of them.
     Losses come from pairs: with each seed all precisions start from the same weights and see the same data and the same
     random numbers, so that the difference of a pair shows the effect of the precision. The global random state is
     unchanged.
@@ -92,12 +92,12 @@ def compare_precisions(
             None compares the mean training loss over the last tenth of the batches, which a module in manual
             optimization has only if ``training_step`` returns it.
         val_data: a loader to validate on; a data module's own is used.
-        margin: the largest acceptable increase of the loss, in its own unit; the default suits nats per token.
-        confidence: of the intervals.
+        margin: the largest acceptable increase of the loss, in its own unit; the default is meant for nats per token.
+        confidence: confidence level of the intervals.
         file: file for finished runs, one line of JSON each. A comparison that was killed continues from it.
         accelerator: "cpu", "cuda", "mps", or "auto" for a GPU where there is one.
         trainer_options: arguments of the Trainer, such as ``gradient_clip_val``; each run gets copies.
-        rounds: how often each precision is timed.
+        rounds: number of times that each precision is timed.
         progress: show a progress bar; None shows it on a terminal.
 
     Returns:

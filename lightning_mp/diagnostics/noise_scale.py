@@ -1,4 +1,4 @@
-r"""The gradient noise scale: how large a batch is worth its price, from norms of gradients of two sizes.
+r"""The gradient noise scale, an estimate of the critical batch size, from gradient norms at two batch sizes.
 
 McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", equation 2.9:
 
@@ -6,7 +6,7 @@ McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Train
 
 with the true gradient :math:`G` and the covariance :math:`\Sigma` of one sample's gradient. A gradient that is the mean
 over :math:`B` samples has :math:`E|g_B|^2 = |G|^2 + \operatorname{tr}(\Sigma) / B`, so two sizes give both numbers
-without bias (appendix A.1). Each is averaged by itself, and the ratio comes last: the mean of ratios would be far off.
+without bias (appendix A.1). Each is averaged separately before the ratio is taken, since a mean of ratios would be biased.
 """
 
 import math
@@ -53,7 +53,7 @@ class NoiseScale:
     Attributes:
         samples: the estimate.
         low: lower end of its 95% confidence interval; 0 if it has no positive lower end.
-        high: upper end; infinite while :math:`|G|^2` cannot be told from zero.
+        high: upper end; infinite while :math:`|G|^2` is indistinguishable from zero.
         batch_samples: samples per optimizer step in training.
         tokens_per_sample: mean target tokens per sample; 0 if tokens are not counted.
         windows: optimizer steps that the estimate uses.

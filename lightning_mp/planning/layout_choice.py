@@ -1,4 +1,4 @@
-"""The usual layouts of a decoder on n GPUs, with what each keeps and sends: those that fit first."""
+"""The usual layouts of a decoder on n GPUs, with memory and communication of each; those that fit come first."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class LayoutChoice:
 
     @property
     def hides(self) -> bool | None:
-        """Whether sending can hide behind computing, both at their peaks and nothing awaited; None where not known."""
+        """Whether computation can hide the communication, both at their peaks and without waits; None if unknown."""
         return None if self.plan is None else self.plan.wire_to_compute_ratio <= 1 and not self.plan.awaited_seconds
 
 
@@ -71,21 +71,21 @@ def choose_layouts(
 
     Args:
         config: the model.
-        gpus: how many.
-        machine: for the communication of layouts; None leaves it out and assumes 8 GPUs per node.
-        memory_bytes: of one GPU; None leaves the verdicts out.
+        gpus: number of GPUs.
+        machine: for the communication of layouts; None omits it and assumes 8 GPUs per node.
+        memory_bytes: memory of one GPU; None omits the verdicts.
         context_tokens: length of a sequence.
-        tokens_per_step: over all GPUs.
+        tokens_per_step: tokens of one optimizer step, over all GPUs.
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
         dtype: format of matrix products, for the peak that bounds a step; None is that of ``precision``, fp32 without
             TF32 in "32-true".
-        checkpointed: with and without recomputed blocks.
+        checkpointed: whether blocks are recomputed; by default each layout is listed both ways.
 
     Raises:
         ValueError: a precision is unknown, or a number is not positive.
 
     Example:
-        405 billion parameters do not fit on 8 GPUs of 80 GB, however they are divided:
+        405 billion parameters do not fit on 8 GPUs of 80 GB, however they are split:
 
         >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
         >>> {choice.verdict for choice in choose_layouts(config, 8, memory_bytes=80e9)}

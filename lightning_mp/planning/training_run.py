@@ -27,7 +27,7 @@ table 4), and most own code is below."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRun(PlannedRun):
-    """A model, its tokens and its compute, whether or not they are the best ones."""
+    """A model, its tokens and its compute, whether or not they are compute-optimal."""
 
     optimum: ComputeOptimal  #: the best model for the same compute.
 
@@ -56,7 +56,7 @@ def training_run(
         UserWarning: the run lies more than ten times beyond the models that the law was fitted to.
 
     Example:
-        Llama 3 8B saw 15 trillion tokens. A model ten times its size would have made more of the compute:
+        Llama 3 8B saw 15 trillion tokens. A model ten times its size would have used the compute better:
 
         >>> import warnings
         >>> with warnings.catch_warnings():
@@ -96,7 +96,7 @@ def training_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTime:
-    """How long a number of FLOPs takes on GPUs; pairs are from the best to the worst utilisation."""
+    """Time that a number of FLOPs takes on GPUs; pairs range from the best to the worst utilisation."""
 
     chip: str  #: the chip.
     gpus: int  #: how many.
@@ -126,7 +126,7 @@ def run_time(
         gpus: number of GPUs.
         dtype: format of matrix products; None is "bf16", or "fp16" on chips without bf16 units.
         mfu: measured utilisation, such as 0.4 or "40%"; None gives the range :data:`USUAL_MFU`.
-        price: of one GPU for an hour, in any currency.
+        price: price of one GPU hour, in any currency.
 
     Raises:
         ValueError: the chip is unknown, or has no figure for the format, or a number is out of range.

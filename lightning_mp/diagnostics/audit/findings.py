@@ -1,4 +1,4 @@
-"""What in an audit is not as it should be, and what to do about it."""
+"""The problems in an audit, and what to do about them."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass

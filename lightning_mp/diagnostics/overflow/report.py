@@ -37,7 +37,7 @@ class OverflowReport:
         buffers: buffers that contain nan or +inf now, on any rank: what the forward of a skipped step wrote into
             running statistics stays there.
         note: what could not be determined, and why; "" if nothing is missing.
-        growth: the weight that has grown most since the start of the run, if that says that training has diverged.
+        growth: the weight that has grown most since the start of the run, if it indicates that training has diverged.
     """
 
     step_index: int

@@ -1,4 +1,4 @@
-"""What to use: from device, model and goal to choices with reasons, and a Trainer."""
+"""Recommends precision and strategy for a device, a model and a goal, with reasons and a Trainer."""
 
 from typing import SupportsFloat, get_args
 
@@ -31,15 +31,15 @@ def recommend(
     Nothing is run or measured. Speeds given as reasons are published figures, with their source.
 
     Args:
-        device: "cpu", "mps", a known chip such as "T4" or "h100", or the :class:`DeviceTraits` of another; None detects
-            this machine's device.
+        device: "cpu", "mps", a known chip such as "T4" or "h100", or the :class:`DeviceTraits` of another device; None
+            detects that of this machine.
         gpus: number of devices.
         model: its number of parameters, such as "7B", or the shape of a decoder; None if unknown: memory and fp8 are
             then not considered.
         goal: "pretrain", "finetune" (all weights), "adapters" (a frozen base), "gan" or "inference".
         context_tokens: length of a sequence.
         tokens_per_step: the batch of one optimizer step over all devices, for accumulation; None leaves it out.
-        memory_bytes: of one device; None uses the largest that its chip is sold with.
+        memory_bytes: memory of one device; None uses the largest variant of its chip.
         blocks: glob over names of the modules to checkpoint, if checkpointing is needed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A recommendation as frozen values: the choices with their reasons, and the Trainer that they come to."""
+"""A recommendation as frozen values: the choices with their reasons, and the resulting Trainer."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ the model, and only a run on the machine itself can tell."""
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One thing that was decided."""
+    """One decision."""
 
     what: str  #: is chosen, such as "precision" or "strategy".
     value: str  #: what was taken.

@@ -62,7 +62,7 @@ class MemoryEstimate:
 
     @property
     def end_of_forward(self) -> MemorySample:
-        """When everything that backward needs is saved."""
+        """The moment at which everything that backward needs is saved."""
         return next(sample for sample in reversed(self.samples) if sample.phase == "forward")
 
     @property
@@ -73,14 +73,14 @@ class MemoryEstimate:
 
     @property
     def reserved_bytes(self) -> tuple[int, int]:
-        """Of a GPU, from and to; see :func:`reserved_range`."""
+        """Lower and upper bound of what a GPU needs; see :func:`reserved_range`."""
         return reserved_range(self.peak_bytes)
 
     def plot(self, path: str | Path) -> None:
         """Draws the parts over the step; needs matplotlib.
 
         Args:
-            path: of a png, pdf or svg.
+            path: file to write: png, pdf or svg.
         """
         draw_timeline(self, Path(path))
 
@@ -118,8 +118,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimates the memory of one training step, on one device or on each of several ranks.
 
-    The step runs on fake tensors, which have a shape, a dtype and no data: nothing is computed, no memory is used. It
-    measures the module's own code, the casts of the precision, saved tensors, activation checkpoints and the
+    The step runs on fake tensors, which have a shape and a dtype but no data: nothing is computed, no memory is used.
+    It measures the module's own code, the casts of the precision, saved tensors, activation checkpoints and the
     optimizer's step; there are no formulas. The module is not changed.
 
     Hugging Face models create a mask, and repeat the keys and values of grouped queries, for a padded batch: one whose
@@ -127,7 +127,7 @@ def estimate_memory(
     positions to be those of one sequence.
 
     The order of events is Lightning's: gradients of the previous step live until the forward has ended. Operations
-    count with their outputs; a kernel's own workspace is not seen.
+    count with their outputs; the workspace of kernels is not included.
 
     Args:
         module: any module; for a LightningModule, ``training_step`` and ``configure_optimizers`` are used. Parameters
