@@ -6,7 +6,7 @@ McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Train
 
 with the true gradient :math:`G` and the covariance :math:`\Sigma` of one sample's gradient. A gradient that is the mean
 over :math:`B` samples has :math:`E|g_B|^2 = |G|^2 + \operatorname{tr}(\Sigma) / B`, so two sizes give both numbers
-without bias (appendix A.1). Each is averaged separately before the ratio is taken, since a mean of ratios would be biased.
+without bias (appendix A.1). Each is averaged separately before the ratio is taken: a mean of ratios would be biased.
 """
 
 import math
