@@ -41,22 +41,6 @@ def fit(budget: ChinchillaBudget, module: pl.LightningModule | None = None, **ar
     return trainer
 
 
-# -- a run that ends first ---------------------------------------------------------------------------------------------
-
-
-def test_padding_does_not_hide_that_the_run_ends_before_its_budget() -> None:
-    """Rows hold 20 positions, of which 4 are counted: 3 steps of 4 tokens, and not of 20, stand against 50."""
-    inputs, labels = torch.zeros(2, 10, dtype=torch.long), torch.full((2, 10), -100)
-    labels[:, :2] = 1
-    with (
-        pytest.warns(UserWarning, match="ended after 12 of 50"),
-        pytest.warns(UserWarning, match="ends before") as said,
-    ):
-        fit(ChinchillaBudget(tokens=50, save=False), batches=[[inputs, labels]] * 3, max_steps=3)
-    [message] = [str(one.message) for one in said if "ends before" in str(one.message)]
-    assert "3 steps of 1 micro-batches of about 4 tokens make 12 of the 50 tokens" in message
-
-
 # -- targets -----------------------------------------------------------------------------------------------------------
 
 
@@ -302,8 +286,9 @@ def test_making_up_needs_somebody_who_tells() -> None:
 
 @pytest.mark.filterwarnings("ignore:ChinchillaBudget. the run ended after")
 def test_data_that_end_before_the_budget_are_told_of_with_the_first_batch() -> None:
+    """Of the first batch 5 of 8 tokens are targets; the rest is padding."""
     with pytest.warns(
-        UserWarning, match=r"max_epochs=2 leaves 16 micro-batches of about 8 tokens, 128 of the 500 tokens"
+        UserWarning, match=r"max_epochs=2 leaves 16 micro-batches of about 5 tokens, 80 of the 500 tokens"
     ):
         fit(ChinchillaBudget(tokens=500), max_epochs=2)
 
@@ -311,7 +296,7 @@ def test_data_that_end_before_the_budget_are_told_of_with_the_first_batch() -> N
 @pytest.mark.filterwarnings("ignore:ChinchillaBudget. the run ended after")
 def test_steps_that_end_before_the_budget_are_told_of_with_the_first_batch() -> None:
     message = (
-        r"max_steps=5 ends before the budget. 5 steps of 2 micro-batches of about 8 tokens make 80 of the 500 tokens"
+        r"max_steps=5 ends before the budget. 5 steps of 2 micro-batches of about 5 tokens make 50 of the 500 tokens"
     )
     with pytest.warns(UserWarning, match=message):
         fit(ChinchillaBudget(tokens=500), max_steps=5, callbacks=[AccumulationScheduler({0: 2})])
