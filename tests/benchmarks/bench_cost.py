@@ -97,7 +97,8 @@ def section_of_calls(toy: bool) -> list[str]:
         "",
         "Python and built-in functions, in bf16-mixed with a fused AdamW, on a transformer of two tiny layers, where "
         "the host's share is largest. Between logging steps unless the row says otherwise, "
-        "and without the steps that `UnderflowMonitor` observes, one in 100, which `tests/callbacks/test_host_cost.py` counts.",
+        "and without the steps that `UnderflowMonitor` observes, one in 100, "
+        "which `tests/callbacks/test_host_cost.py` counts.",
         "",
         *table(["way", "calls", "times stock"], rows),
         "",
