@@ -319,10 +319,7 @@ def test_it_holds_after_a_resume_inside_an_epoch(tmp_path: Any) -> None:
 
     first = Regression(adamw)
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, filename="middle")
-    stopped = quiet_trainer(
-        callbacks=[AccumulationScheduler({0: 4}), checkpoint], enable_checkpointing=True, max_steps=2
-    )
-    stopped.fit(first, ResumableLoader())
+    fit(first, ResumableLoader(), AccumulationScheduler({0: 4}), checkpoint, enable_checkpointing=True, max_steps=2)
     second = Regression(adamw)
     steps = Steps()
     resumed = quiet_trainer(callbacks=[steps, AccumulationScheduler({0: 4}), checkpoint], enable_checkpointing=True)

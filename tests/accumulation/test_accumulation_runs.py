@@ -16,6 +16,7 @@ from small_models import (
     ResumableLoader,
     TokenModel,
     adamw,
+    fit,
     fused_adamw,
     loader,
     quiet_trainer,
@@ -78,9 +79,7 @@ def test_what_counts_does_not_change_a_run_whose_steps_are_one_micro_batch(plugi
     found = []
     for callbacks in ([], [counting()]):
         module, plugins = TokenModel(adamw), plugin()
-        quiet_trainer(plugins=plugins, callbacks=callbacks).fit(
-            module, loader(token_batches([2, 50, 3, 7, 90, 5, 2, 11]))
-        )
+        fit(module, token_batches([2, 50, 3, 7, 90, 5, 2, 11]), plugins=plugins, callbacks=callbacks)
         scaler = plugins[0].scaler if plugins else None
         found.append((weights(module), scaler and scaler.get_scale()))
     assert found[0][1] == found[1][1]
@@ -133,7 +132,7 @@ def test_a_resumed_run_has_the_same_windows(unit: Any, tmp_path: Path) -> None:
     for stop in range(1, len(lengths)):
         split = SaveAndDie(tmp_path / "x.ckpt", sum(lengths[:stop]))
         with pytest.raises(Interrupted):
-            quiet_trainer(callbacks=[*callbacks(), split]).fit(TokenModel(adamw), ResumableLoader(batches))
+            fit(TokenModel(adamw), ResumableLoader(batches), *callbacks(), split)
         resumed, seen = TokenModel(adamw), Lengths()
         seen.lengths = lengths[:stop]
         again = quiet_trainer(callbacks=[*callbacks(), seen])
@@ -181,8 +180,8 @@ def test_a_loss_that_was_divided_by_num_items_in_batch_is_not_divided_twice(as_t
     declared: Any = 29 if not as_tensor else torch.tensor(29)
     dicts = [{"input_ids": x, "labels": y, "num_items_in_batch": declared} for x, y in plain]
     summed, mean = SumOver(adamw), TokenModel(adamw)
-    quiet_trainer(callbacks=[AccumulationScheduler({0: 2})]).fit(summed, loader(dicts))
-    quiet_trainer(callbacks=[AccumulationScheduler({0: 2})]).fit(mean, loader(plain))
+    fit(summed, dicts, AccumulationScheduler({0: 2}))
+    fit(mean, plain, AccumulationScheduler({0: 2}))
     for a, b in zip(weights(summed), weights(mean), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -451,4 +450,4 @@ def test_partial_gradients_that_are_kept_elsewhere_are_refused() -> None:
     scheduler = AccumulationScheduler({0: 2}, save_partial_gradients=True)
     plugin = MasterWeightsPrecision("bf16-true", fp32_gradients=True)
     with pytest.raises(MisconfigurationException, match="keeps the gradients of an open window in separate buffers"):
-        quiet_trainer(callbacks=[scheduler], plugins=[plugin]).fit(Castable(), loader(token_batches([3, 3])))
+        fit(Castable(), token_batches([3, 3]), scheduler, plugin=plugin)

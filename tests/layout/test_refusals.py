@@ -342,9 +342,7 @@ def test_a_resume_in_another_precision_is_reported_in_one_line(
     for plugin, lines in ((AutocastPrecision("bf16-mixed"), 0), (MasterWeightsPrecision("bf16-true"), 1)):
         caplog.clear()
         with caplog.at_level("INFO"):
-            quiet_trainer(plugins=[plugin], max_steps=2).fit(
-                TokenModel(), ResumableLoader(tokens()), ckpt_path=tmp_path / "a.ckpt"
-            )
+            fit(TokenModel(), ResumableLoader(tokens()), plugin=plugin, max_steps=2, ckpt_path=tmp_path / "a.ckpt")
         assert caplog.text.count("MasterWeightsPrecision('bf16-true') resumes a run in 'bf16-mixed'") == lines
 
 

@@ -168,6 +168,6 @@ def test_a_run_that_ends_before_its_budget_can_be_resumed_to_its_end(tmp_path: P
     trainer.save_checkpoint(path)
     budget = ChinchillaBudget(tokens=40)
     module = TokenModel()
-    quiet_trainer(max_epochs=-1, callbacks=[budget]).fit(module, ResumableLoader(tokens()), ckpt_path=path)
+    fit(module, ResumableLoader(tokens()), budget, max_epochs=-1, ckpt_path=path)
     assert budget.tokens_seen == 40
     assert module.trained_tokens == 26

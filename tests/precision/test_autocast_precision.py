@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
@@ -76,7 +76,7 @@ def test_training_equals_a_plain_loop(
 
     module = Regression(OPTIMIZERS[optimizer], overflows=overflows)
     clipping = {} if clip is None else {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
-    quiet_trainer(plugins=[plugin(precision)], **clipping).fit(module, loader(batches))
+    fit(module, batches, plugin=plugin(precision), **clipping)
 
     fused_rounding = clip is not None or "fused" in optimizer
     for ours, theirs in zip(weights(module), weights(reference), strict=True):
@@ -93,7 +93,7 @@ def test_the_scale_follows_torch(fused: bool) -> None:
     batches = regression_batches(12)
     scaler = LossScaler(init_scale=2.0**10, growth_interval=3)
     module = Regression(fused_adamw if fused else adamw, overflows=(2, 3, 9))
-    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)]).fit(module, loader(batches))
+    fit(module, batches, plugin=AutocastPrecision("16-mixed", scaler=scaler))
 
     # Grows at steps 7, backs off at 2, 3 and 9: 2^10 -> 2^9 -> 2^8 -> 2^9 (after 4, 5, 6) -> 2^8 (at 9).
     assert scaler.get_scale() == 2.0**8
@@ -120,7 +120,7 @@ def test_hooks_see_true_gradients(fused: bool) -> None:
 
     witness = Witness()
     module = Regression(optimizer)
-    quiet_trainer(plugins=[plugin("16-mixed")], callbacks=[witness]).fit(module, loader(batches))
+    fit(module, batches, witness, plugin=plugin("16-mixed"))
 
     for seen, parameter in zip(witness.gradients[0], expected.parameters(), strict=True):
         assert torch.equal(seen, parameter.grad / 2.0**10)
@@ -130,7 +130,7 @@ def test_a_hook_set_on_an_instance_counts_as_looking() -> None:
     seen: list[float] = []
     module = Regression(fused_adamw)
     spy = LambdaCallback(on_before_optimizer_step=lambda *_: seen.append(float(module.net[0].weight.grad.abs().max())))
-    quiet_trainer(plugins=[plugin("16-mixed", 2.0**16)], callbacks=[spy]).fit(module, loader(regression_batches(1)))
+    fit(module, regression_batches(1), spy, plugin=plugin("16-mixed", 2.0**16))
     assert 0 < seen[0] < 10, "the gradient was shown times the scale"
 
 
@@ -143,7 +143,7 @@ def test_gradients_changed_by_a_hook_are_clipped_as_changed() -> None:
     for optimizer in (sgd, lambda p: torch.optim.SGD(p, lr=1e-2, fused=True)):
         module = Enlarge(optimizer)
         before = weights(module)
-        quiet_trainer(plugins=[plugin("16-mixed")], gradient_clip_val=0.5).fit(module, loader(regression_batches(1)))
+        fit(module, regression_batches(1), plugin=plugin("16-mixed"), gradient_clip_val=0.5)
         moved = torch.cat([(a - b).flatten() for a, b in zip(weights(module), before, strict=True)])
         assert moved.norm().item() == pytest.approx(1e-2 * 0.5, rel=1e-4)
 
@@ -162,7 +162,7 @@ def test_with_torchs_cache_a_weight_is_cast_at_most_once_per_forward(precision: 
     module = Twice()
     counter = CountGradientTraffic(module)
     cached = plugin(precision, cache_weights=True)
-    quiet_trainer(plugins=[cached], callbacks=[counter]).fit(module, loader(regression_batches(3)))
+    fit(module, regression_batches(3), counter, plugin=cached)
     assert counter.rows[-2].weight_casts == len(list(module.parameters()))
     assert all(p.grad is not None for p in module.parameters())
 
@@ -187,8 +187,7 @@ def test_promise_5_passes_over_gradients_and_host_waits(
     module = Regression(optimizer)
     counter = CountGradientTraffic(module)
     callbacks: list[Callback] = [counter, *([OverflowMonitor()] if monitors else [])]
-    trainer = quiet_trainer(plugins=[plugin("16-mixed")], callbacks=callbacks, **clip)
-    trainer.fit(module, loader(regression_batches(5)))
+    fit(module, regression_batches(5), plugin=plugin("16-mixed"), callbacks=callbacks, **clip)
     healthy = counter.rows[-2]
     assert healthy.passes == passes, healthy
     assert healthy.host_waits == waits, healthy
@@ -235,7 +234,7 @@ def test_a_wait_that_stock_does_not_have_is_said_at_set_up(
 def test_bf16_without_a_normaliser_reads_the_gradients_once() -> None:
     module = Regression(adamw)
     counter = CountGradientTraffic(module)
-    quiet_trainer(plugins=[plugin("bf16-mixed")], callbacks=[counter]).fit(module, loader(regression_batches(3)))
+    fit(module, regression_batches(3), counter, plugin=plugin("bf16-mixed"))
     assert counter.rows[-2].passes == 1
 
 
@@ -255,7 +254,7 @@ def test_no_loss_in_the_last_micro_batch_keeps_the_window() -> None:
     after = {}
     for name, plugins in {"fp32": [], "ours": [plugin("16-mixed", weight_by=None)]}.items():
         module = NoneAtTheEnd(sgd)
-        quiet_trainer(plugins=plugins, accumulate_grad_batches=4).fit(module, loader(batches))
+        fit(module, batches, plugins=plugins, accumulate_grad_batches=4)
         after[name] = weights(module)
     start = weights(Regression(sgd))
     for fp32, ours, before in zip(after["fp32"], after["ours"], start, strict=True):
@@ -271,7 +270,7 @@ def test_no_loss_at_all_is_not_a_step_of_the_scaler() -> None:
 
     module = AlwaysNone(sgd)
     ours = plugin("16-mixed")
-    quiet_trainer(plugins=[ours]).fit(module, loader(regression_batches(2)))
+    fit(module, regression_batches(2), plugin=ours)
     assert ours.scaler is not None
     assert ours.scaler.get_scale() == 2.0**10
 
@@ -287,8 +286,8 @@ def test_the_step_after_a_batch_without_a_loss_is_made(optimizer: Any) -> None:
 
     batches = regression_batches(7)
     module, without = SometimesNone(optimizer), Regression(optimizer)
-    quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(batches))
-    quiet_trainer(plugins=[plugin("16-mixed")]).fit(without, loader(batches[::2]))
+    fit(module, batches, plugin=plugin("16-mixed"))
+    fit(without, batches[::2], plugin=plugin("16-mixed"))
     assert all(torch.equal(a, b) for a, b in zip(weights(module), weights(without), strict=True))
 
 
@@ -302,8 +301,8 @@ def test_a_module_that_calls_the_closure_itself_trains() -> None:
 
     batches = regression_batches(4)
     module, reference = OwnStep(adamw), Regression(adamw)
-    quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(batches))
-    quiet_trainer(plugins=[plugin("16-mixed")]).fit(reference, loader(batches))
+    fit(module, batches, plugin=plugin("16-mixed"))
+    fit(reference, batches, plugin=plugin("16-mixed"))
     for ours, expected in zip(weights(module), weights(reference), strict=True):
         assert torch.equal(ours, expected)
 
@@ -331,7 +330,7 @@ def test_manual_optimization_clips_true_gradients(algorithm: str, limit: float) 
     reference = Regression(sgd, overflows=(2,))
     plain_loop(reference, batches, "16-mixed", (algorithm, limit))
     module = ManualClipping(algorithm, limit, overflows=(2,))
-    quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(batches))
+    fit(module, batches, plugin=plugin("16-mixed"))
     for ours, theirs in zip(weights(module), weights(reference), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
@@ -376,8 +375,7 @@ def test_one_scale_update_per_batch_with_several_optimizers(tmp_path: Any) -> No
                 optimizer.step()
 
     module = TwoOptimizers()
-    trainer = quiet_trainer(plugins=[plugin("16-mixed")])
-    trainer.fit(module, loader(batches))
+    fit(module, batches, plugin=plugin("16-mixed"))
     assert module.scales == [(1024.0, 1024.0), (1024.0, 1024.0), (512.0, 512.0)]
     for ours, theirs in zip(weights(module), weights(reference), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
@@ -395,7 +393,7 @@ def test_of_several_optimizers_each_outcome_is_its_own(scaler: Any, overflowing:
     skipped: list[bool] = []
     own = AutocastPrecision("16-mixed", scaler=scaler("cpu", init_scale=1024.0))
     module = TwoOptimizers(overflowing, partial(torch.optim.AdamW, fused=True))
-    quiet_trainer(plugins=[own], callbacks=[Outcomes()]).fit(module, loader(regression_batches(3)))
+    fit(module, regression_batches(3), Outcomes(), plugin=own)
     assert skipped == [False, False, overflowing == 0, overflowing == 1, False, False]
 
 
@@ -411,35 +409,28 @@ def saved_scale(trainer: pl.Trainer, path: Any) -> dict[str, Any]:
 def test_the_scale_is_read_from_a_stock_checkpoint(tmp_path: Any, key: str) -> None:
     """D23: keyed by class name, the scale of another plugin is silently lost."""
     stock = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
-    trainer = quiet_trainer(plugins=[stock])
-    trainer.fit(Regression(), loader(regression_batches(2)))
+    trainer = fit(Regression(), regression_batches(2), plugin=stock)
     checkpoint = saved_scale(trainer, tmp_path / "stock.ckpt")
     checkpoint[key] = checkpoint.pop("MixedPrecision")
     torch.save(checkpoint, tmp_path / "stock.ckpt")
 
     ours = plugin("16-mixed")
-    quiet_trainer(plugins=[ours], max_epochs=2).fit(
-        Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "stock.ckpt"
-    )
+    fit(Regression(), regression_batches(2), plugin=ours, max_epochs=2, ckpt_path=tmp_path / "stock.ckpt")
     assert ours.scaler is not None
     assert ours.scaler.get_scale() == 8.0
 
 
 def test_a_stock_plugin_reads_our_checkpoint(tmp_path: Any) -> None:
-    trainer = quiet_trainer(plugins=[plugin("16-mixed", 16.0)])
-    trainer.fit(Regression(), loader(regression_batches(2)))
+    trainer = fit(Regression(), regression_batches(2), plugin=plugin("16-mixed", 16.0))
     trainer.save_checkpoint(tmp_path / "ours.ckpt")
     stock = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    quiet_trainer(plugins=[stock], max_epochs=2).fit(
-        Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "ours.ckpt"
-    )
+    fit(Regression(), regression_batches(2), plugin=stock, max_epochs=2, ckpt_path=tmp_path / "ours.ckpt")
     assert stock.scaler is not None
     assert stock.scaler.get_scale() == 16.0
 
 
 def test_a_checkpoint_without_a_scale_warns(tmp_path: Any) -> None:
-    trainer = quiet_trainer()
-    trainer.fit(Regression(), loader(regression_batches(2)))
+    trainer = fit(Regression(), regression_batches(2))
     trainer.save_checkpoint(tmp_path / "fp32.ckpt")
     with pytest.warns(UserWarning, match="holds no loss scale, so the scale starts again at 1024"):
         quiet_trainer(plugins=[plugin("16-mixed")], max_epochs=2).fit(
@@ -480,7 +471,7 @@ def test_any_grad_scaler_is_driven() -> None:
     """D14: FSDPPrecision rejects and drops a custom scaler."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     module = Regression(overflows=(1,))
-    quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)]).fit(module, loader(regression_batches(3)))
+    fit(module, regression_batches(3), plugin=AutocastPrecision("16-mixed", scaler=scaler))
     assert scaler.get_scale() == 2.0**7
 
 
@@ -510,9 +501,7 @@ def test_bf16_takes_no_scaler() -> None:
 def test_another_device_than_the_trainers_is_refused() -> None:
     """Promise 1: autocast for a device that is not used would leave fp32, silently."""
     with pytest.raises(MisconfigurationException, match=r"device='cuda'\) but the Trainer runs on 'cpu'"):
-        quiet_trainer(plugins=[AutocastPrecision("bf16-mixed", device="cuda")]).fit(
-            Regression(), loader(regression_batches(1))
-        )
+        fit(Regression(), regression_batches(1), plugin=AutocastPrecision("bf16-mixed", device="cuda"))
 
 
 def test_a_device_without_fp16_autocast_is_refused() -> None:
@@ -523,7 +512,7 @@ def test_a_device_without_fp16_autocast_is_refused() -> None:
 def test_lbfgs_is_refused_at_set_up() -> None:
     module = Regression(torch.optim.LBFGS)
     with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS"):
-        quiet_trainer(plugins=[plugin("16-mixed")]).fit(module, loader(regression_batches(1)))
+        fit(module, regression_batches(1), plugin=plugin("16-mixed"))
     assert module.seen_batches == 0
 
 
@@ -537,7 +526,7 @@ CONTEXTS = ("forward_context", "train_step_context", "val_step_context", "test_s
 def test_after_a_fit_its_contexts_are_what_they_were(precision: str, context: str) -> None:
     """As stock's are, for inference with the Trainer's plugin."""
     made, module = plugin(precision), Regression()
-    quiet_trainer(plugins=[made]).fit(module, loader(regression_batches(1)))
+    fit(module, regression_batches(1), plugin=made)
     with getattr(made, context)(), torch.no_grad():
         assert module.net(torch.ones(1, 8)).dtype == DTYPES[precision]
     assert module.net(torch.ones(1, 8)).dtype == torch.float32
@@ -545,14 +534,14 @@ def test_after_a_fit_its_contexts_are_what_they_were(precision: str, context: st
 
 def test_after_a_fit_evaluation_has_its_own_precision() -> None:
     made, module = plugin("bf16-mixed", eval_precision="32-true"), Regression()
-    quiet_trainer(plugins=[made]).fit(module, loader(regression_batches(1)))
+    fit(module, regression_batches(1), plugin=made)
     with made.predict_step_context():
         assert module.net(torch.ones(1, 8)).dtype == torch.float32
 
 
 def test_after_a_fit_a_policy_is_no_longer_in_force_and_says_so() -> None:
     made = plugin("bf16-mixed", policy={"net.0": "fp32", "*": "low"})
-    quiet_trainer(plugins=[made]).fit(Regression(), loader(regression_batches(1)))
+    fit(Regression(), regression_batches(1), plugin=made)
     with pytest.raises(
         MisconfigurationException,
         match=r"^AutocastPrecision\('bf16-mixed'\): its context was entered after the run, and its policy is in force"
@@ -567,8 +556,7 @@ def test_after_a_fit_a_policy_is_no_longer_in_force_and_says_so() -> None:
 @pytest.mark.parametrize("precision", DTYPES)
 def test_after_a_fit_it_clips_gradients_as_they_are(precision: str, algorithm: Any, limit: float) -> None:
     made, module = plugin(precision), Regression(sgd)
-    trainer = quiet_trainer(plugins=[made])
-    trainer.fit(module, loader(regression_batches(1)))
+    trainer = fit(module, regression_batches(1), plugin=made)
     for p in module.parameters():
         p.grad = torch.ones_like(p)
     made.clip_gradients(trainer.optimizers[0], limit, algorithm)
@@ -607,8 +595,7 @@ def fewer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def test_another_optimizers_checkpoint_is_refused_before_its_scale_is_taken(
     optimizer: Any, text: str, tmp_path: Any
 ) -> None:
-    trainer = quiet_trainer(plugins=[plugin("16-mixed", init_scale=64.0)])
-    trainer.fit(Regression(adamw), loader(regression_batches(1)))
+    trainer = fit(Regression(adamw), regression_batches(1), plugin=plugin("16-mixed", init_scale=64.0))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     made = plugin("16-mixed")
     with pytest.raises(ValueError, match=f"^{text}.* Resume with the optimizers that were saved, or take the weights"):
@@ -621,8 +608,7 @@ def test_another_optimizers_checkpoint_is_refused_before_its_scale_is_taken(
 
 def test_a_checkpoint_of_other_schedulers_and_of_an_older_torch_is_taken(tmp_path: Any) -> None:
     """Settings that came later are missing in it, and it has those of its own scheduler."""
-    trainer = quiet_trainer(plugins=[plugin("16-mixed")])
-    trainer.fit(Regression(adamw), loader(regression_batches(1)))
+    trainer = fit(Regression(adamw), regression_batches(1), plugin=plugin("16-mixed"))
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     checkpoint = torch.load(tmp_path / "a.ckpt", weights_only=True)
     (group,) = checkpoint["optimizer_states"][0]["param_groups"]

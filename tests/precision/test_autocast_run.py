@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from policy_models import nothing_is_left
-from small_models import loader, quiet_trainer, weights
+from small_models import fit, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, PrecisionPolicy
@@ -65,7 +65,7 @@ class Manual(Net):
 
 def train(module: Net, plugin: Any) -> Net:
     generator = torch.Generator().manual_seed(1)
-    quiet_trainer(plugins=[plugin]).fit(module, loader([torch.randn(4, WIDTH, generator=generator) for _ in range(3)]))
+    fit(module, [torch.randn(4, WIDTH, generator=generator) for _ in range(3)], plugin=plugin)
     return module
 
 

@@ -12,7 +12,7 @@ from cpu_fsdp import CpuFsdp
 from gloo import FLOAT8
 from gloo import run_ranks as run_any_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from small_models import adamw, loader, quiet_trainer, weights
+from small_models import adamw, fit, loader, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -79,9 +79,7 @@ def strategy(kind: str) -> Any:
 
 
 def train(rank: int, module: Net, plugin: Float8Precision, kind: str, count: int = 20, **arguments: Any) -> pl.Trainer:
-    trainer = quiet_trainer(devices=2, strategy=strategy(kind), plugins=[plugin], **arguments)
-    trainer.fit(module, loader(batches(rank, count)))
-    return trainer
+    return fit(module, batches(rank, count), devices=2, strategy=strategy(kind), plugin=plugin, **arguments)
 
 
 def full(module: Net) -> list[Tensor]:
@@ -133,13 +131,12 @@ def test_tensor_parallel_layers_multiply_in_fp8():
     def run(rank: int) -> Any:
         module = TensorParallel()
         parallel = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, process_group_backend="gloo")
-        trainer = quiet_trainer(devices=2, strategy=parallel, plugins=[Float8Precision()])
-        trainer.fit(module, loader(batches(0, 8)))
+        fit(module, batches(0, 8), devices=2, strategy=parallel, plugin=Float8Precision())
         return full(module), module.losses
 
     (first, losses), (second, _) = run_ranks(run, 2)
     alone = Net()
-    quiet_trainer(plugins=[Float8Precision()]).fit(alone, loader(batches(0, 8)))
+    fit(alone, batches(0, 8), plugin=Float8Precision())
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert losses == pytest.approx(alone.losses, abs=0.01)
 
@@ -151,7 +148,7 @@ def test_fsdp1_is_close_to_ddp(recipe):
         module, reference = Net(), Net()
         fsdp1 = CpuFsdp(auto_wrap_policy={nn.Linear})
         plugin = Float8Precision(recipe)
-        quiet_trainer(devices=2, strategy=fsdp1, plugins=[plugin]).fit(module, loader(batches(rank, 10)))
+        fit(module, batches(rank, 10), devices=2, strategy=fsdp1, plugin=plugin)
         train(rank, reference, Float8Precision(recipe), "ddp", 10)
         return module.losses, reference.losses, [layer.name for layer in plugin.layers]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from master_loops import MastersByHand, masters_of, train_by_hand
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches
 from third_party_optimizers import THIRD_PARTY, ScheduleFree
 from torch import Tensor, nn
 
@@ -183,7 +183,6 @@ def test_a_step_after_a_failed_load_takes_true_gradients() -> None:
     masters = []
     for kind in (Regression, Loads):
         plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=1024.0))
-        trainer = quiet_trainer(plugins=[plugin])
-        trainer.fit(kind(sgd), loader(regression_batches(5)))
+        trainer = fit(kind(sgd), regression_batches(5), plugin=plugin)
         masters.append(masters_of(trainer))
     assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
-from small_models import loader, quiet_trainer
+from small_models import fit
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -158,7 +158,7 @@ def watched(module: pl.LightningModule, plugin: Any, optimizer: str) -> Cost:
     """Of steps with clipping."""
     seen = Cost()
     module.configure_optimizers = lambda: OPTIMIZERS[optimizer](module.parameters())
-    quiet_trainer(plugins=[plugin], callbacks=[seen], gradient_clip_val=1.0).fit(module, loader([torch.ones(2)] * 4))
+    fit(module, [torch.ones(2)] * 4, seen, plugin=plugin, gradient_clip_val=1.0)
     return seen
 
 

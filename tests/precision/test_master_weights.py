@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision
 from master_loops import DTYPES, KINDS, OPTIMIZERS, SCALE, clipping, master_weights, masters_of, scale_of, train_by_hand
-from small_models import Regression, fused_adamw, loader, quiet_trainer, regression_batches, weights
+from small_models import Regression, fit, fused_adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
 from lightning_mp import OverflowMonitor
@@ -32,8 +32,7 @@ def test_training_equals_a_loop_by_hand_and_stays_close_to_fp32(
     by_hand = Regression(make)
     expected = train_by_hand(by_hand, batches, precision, clip, scale_of(precision), storage)
     module = Regression(make)
-    trainer = quiet_trainer(plugins=[master_weights(precision, storage)], **clipping(clip))
-    trainer.fit(module, loader(batches))
+    trainer = fit(module, batches, plugin=master_weights(precision, storage), **clipping(clip))
     fp32 = Regression(make)
     quiet_trainer(**(clipping(clip) if "fused" not in optimizer else {})).fit(fp32, loader(batches))
 
@@ -58,8 +57,7 @@ def test_bf16_true_without_masters_ends_further_from_fp32() -> None:
         ends = {}
         for label, plugins in {"fp32": [], "half": [HalfPrecision("bf16-true")], "ours": [master_weights()]}.items():
             module = Regression(GRID_OPTIMIZERS[name])
-            trainer = quiet_trainer(plugins=plugins)
-            trainer.fit(module, loader(batches))
+            trainer = fit(module, batches, plugins=plugins)
             ends[label] = masters_of(trainer) if label == "ours" else weights(module)
         errors = {
             label: sum((a.float() - b).square().sum() for a, b in zip(ends[label], ends["fp32"], strict=True)).sqrt()
@@ -84,14 +82,13 @@ def test_small_updates_do_not_vanish(precision: str, storage: str) -> None:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
     module = OneWeight()
-    trainer = quiet_trainer(plugins=[master_weights(precision, storage)])
-    trainer.fit(module, loader([torch.ones(1)] * 20))
+    trainer = fit(module, [torch.ones(1)] * 20, plugin=master_weights(precision, storage))
     # Each step is off by at most one of 24 bits.
     assert masters_of(trainer)[0].item() == pytest.approx(0.98, abs=5 * 2**-15 if storage == "24bit" else 1e-6)
     assert module.weight.item() == pytest.approx(0.98, rel=2**-9)
 
     half = OneWeight()
-    quiet_trainer(plugins=[HalfPrecision("bf16-true")]).fit(half, loader([torch.ones(1)] * 20))
+    fit(half, [torch.ones(1)] * 20, plugin=HalfPrecision("bf16-true"))
     assert half.weight.item() == 1.0
 
 
@@ -101,7 +98,7 @@ def test_fp16_adam_is_finite() -> None:
     for label, plugins in {"half": [HalfPrecision("16-true")], "ours": [master_weights("16-true")]}.items():
         module = Regression(OPTIMIZERS["adam"])
         zero = [[torch.zeros(4, 8), torch.zeros(4, 1)]]
-        quiet_trainer(plugins=plugins).fit(module, loader(zero + regression_batches(3)))
+        fit(module, zero + regression_batches(3), plugins=plugins)
         ends[label] = weights(module)
     assert not all(w.isfinite().all() for w in ends["half"])
     assert all(w.isfinite().all() for w in ends["ours"])
@@ -110,8 +107,7 @@ def test_fp16_adam_is_finite() -> None:
 def test_masters_start_from_the_true_initial_weights() -> None:
     module = Regression(lambda p: torch.optim.SGD(p, lr=0.0))
     initial = weights(module)
-    trainer = quiet_trainer(plugins=[master_weights()])
-    trainer.fit(module, loader(regression_batches(1)))
+    trainer = fit(module, regression_batches(1), plugin=master_weights())
     assert all(torch.equal(a, b) for a, b in zip(masters_of(trainer), initial, strict=True))
     assert any((a != a.bfloat16()).any() for a in initial)
 
@@ -141,8 +137,7 @@ def test_weights_clamped_through_data_stay_clamped(precision: str, storage: str,
     ends = {}
     for way in ("counted", "in place", "assigned"):
         module = Clamped(GRID_OPTIMIZERS[optimizer], way)
-        trainer = quiet_trainer(plugins=[master_weights(precision, storage)])
-        trainer.fit(module, loader(regression_batches(5)))
+        trainer = fit(module, regression_batches(5), plugin=master_weights(precision, storage))
         ends[way] = [*masters_of(trainer), *weights(module)]
     assert max(float(w.abs().max()) for w in ends["counted"]) <= 0.0502
     for way in ("in place", "assigned"):
@@ -171,9 +166,7 @@ def test_a_skipped_step_touches_nothing(precision: str, storage: str, optimizer:
     spy, monitor = StateBeforeAndAfter(), OverflowMonitor()
     module = Regression(GRID_OPTIMIZERS[optimizer], overflows=(0, 3))
     ours = master_weights(precision, storage)
-    quiet_trainer(plugins=[ours], callbacks=[spy, monitor], gradient_clip_val=0.1).fit(
-        module, loader(regression_batches(6))
-    )
+    fit(module, regression_batches(6), spy, monitor, plugin=ours, gradient_clip_val=0.1)
     assert monitor.skipped_steps == 2
     before, after = spy.states[2], spy.states[3]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -189,8 +182,7 @@ def test_the_learning_rate_holds_on_a_skip() -> None:
 
     for optimizer in (OPTIMIZERS["adamw_foreach"], fused_adamw):
         module = Regression(optimizer, scheduler=scheduler, overflows=(1, 2))
-        trainer = quiet_trainer(plugins=[master_weights("16-true")])
-        trainer.fit(module, loader(regression_batches(5)))
+        trainer = fit(module, regression_batches(5), plugin=master_weights("16-true"))
         assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-2 * 0.5**3)
 
 
@@ -200,9 +192,8 @@ def test_the_learning_rate_holds_on_a_skip() -> None:
 def test_on_cuda_it_stays_close_to_fp32(precision: str, storage: str, optimizer: str) -> None:
     batches = regression_batches(10)
     module, fp32 = Regression(OPTIMIZERS[optimizer]), Regression(OPTIMIZERS[optimizer])
-    trainer = quiet_trainer(accelerator="gpu", plugins=[master_weights(precision, storage)])
-    trainer.fit(module, loader(batches))
-    quiet_trainer().fit(fp32, loader(batches))
+    trainer = fit(module, batches, accelerator="gpu", plugin=master_weights(precision, storage))
+    fit(fp32, batches)
     for master, reference in zip(masters_of(trainer), weights(fp32), strict=True):
         assert master.device.type == "cpu", "masters leave the device with the weights"
         torch.testing.assert_close(master, reference, rtol=0, atol=2 * FP32_TOLERANCE[precision])

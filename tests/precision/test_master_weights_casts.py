@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from master_loops import DTYPES, KINDS, master_weights, masters_of
-from small_models import Regression, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 
@@ -33,8 +33,7 @@ def test_a_frozen_base_is_16_bit_without_masters(storage: str) -> None:
     module = Adapters()
     base = [p.detach().to(torch.bfloat16) for p in module.base.parameters()]
     before = weights(module.down)
-    trainer = quiet_trainer(plugins=[master_weights(storage=storage)])
-    trainer.fit(module, loader(regression_batches(4)))
+    trainer = fit(module, regression_batches(4), plugin=master_weights(storage=storage))
     assert all(torch.equal(a, b) for a, b in zip(base, module.base.parameters(), strict=True))
     assert not torch.equal(module.down.weight.float(), before[0].bfloat16().float())
     masters = [i for i, entry in trainer.optimizers[0].state_dict()["state"].items() if "master_param" in entry]
@@ -67,7 +66,7 @@ def test_buffers_and_norms_with_statistics_stay_fp32(precision: str) -> None:
     """D49."""
     module = WithStatistics()
     table = module.table
-    quiet_trainer(plugins=[master_weights(precision)]).fit(module, loader(regression_batches(3)))
+    fit(module, regression_batches(3), plugin=master_weights(precision))
     dtype = DTYPES[precision]
     assert {name: b.dtype for name, b in module.named_buffers()} == {
         "table": torch.float32,
@@ -112,7 +111,7 @@ def test_a_buffer_that_promotes_gets_a_hint(layer: Any, error: str) -> None:
             return cast(Tensor, layer(batch[0] + self.table)).sum()
 
     with pytest.raises((RuntimeError, ValueError), match=error) as caught:
-        quiet_trainer(plugins=[master_weights()]).fit(Promotes(), loader(regression_batches(1)))
+        fit(Promotes(), regression_batches(1), plugin=master_weights())
     assert "buffers are fp32" in caught.value.__notes__[0]
     assert "x + self.table.to(x.dtype)" in caught.value.__notes__[0]
     assert torch.get_default_dtype() == torch.float32
@@ -127,7 +126,7 @@ def test_other_dtypes_are_left_alone_and_named() -> None:
 
     module = WithOthers()
     with pytest.warns(UserWarning, match="These keep their dtype and have no masters: .*'angle'.*'precise'"):
-        quiet_trainer(plugins=[master_weights()]).fit(module, loader(regression_batches(1)))
+        fit(module, regression_batches(1), plugin=master_weights())
     assert module.angle.dtype == torch.complex64
     assert module.precise.dtype == torch.float64
     assert module.precise[0].item() == 1 / 3
@@ -136,8 +135,7 @@ def test_other_dtypes_are_left_alone_and_named() -> None:
 def test_parameters_are_the_same_objects_before_and_after() -> None:
     module = Regression()
     before = list(map(id, module.parameters()))
-    trainer = quiet_trainer(plugins=[master_weights()])
-    trainer.fit(module, loader(regression_batches(2)))
+    trainer = fit(module, regression_batches(2), plugin=master_weights())
     assert list(map(id, module.parameters())) == before
     assert [id(p) for p in trainer.optimizers[0].param_groups[0]["params"]] == before
 
@@ -146,8 +144,7 @@ def test_tied_weights_stay_tied() -> None:
     module = Regression()
     module.net[0].weight = nn.Parameter(torch.randn(16, 8))
     module.again = module.net[0]
-    trainer = quiet_trainer(plugins=[master_weights()])
-    trainer.fit(module, loader(regression_batches(2)))
+    trainer = fit(module, regression_batches(2), plugin=master_weights())
     assert module.again.weight is module.net[0].weight
     assert len(masters_of(trainer)) == 4
 
@@ -244,7 +241,7 @@ def test_an_exception_that_the_module_catches_leaves_16_bit_weights() -> None:
                 self.caught = [id(p) for p in groups[0]["params"]], {p.grad.dtype for p in self.parameters()}
 
     module = Catches(lambda p: BreaksOnce(p, lr=0.1))
-    quiet_trainer(plugins=[master_weights()], gradient_clip_val=0.1).fit(module, loader(regression_batches(2)))
+    fit(module, regression_batches(2), plugin=master_weights(), gradient_clip_val=0.1)
     assert module.caught == ([id(p) for p in module.parameters()], {torch.bfloat16})
 
 
@@ -252,12 +249,10 @@ def test_an_exception_that_the_module_catches_leaves_16_bit_weights() -> None:
 @pytest.mark.parametrize("storage", ["fp32", "remainder"])
 def test_a_second_fit_with_another_plugin_goes_on_in_full_precision(storage: str, other: str) -> None:
     module = Regression(lambda p: torch.optim.SGD(p, lr=1e-4))
-    trainer = quiet_trainer(plugins=[master_weights(storage=storage)])
-    trainer.fit(module, loader(regression_batches(3)))
+    trainer = fit(module, regression_batches(3), plugin=master_weights(storage=storage))
     first = masters_of(trainer)
     module.make_optimizer = lambda p: torch.optim.SGD(p, lr=0.0)
-    again = quiet_trainer(plugins=[master_weights(storage=other)])
-    again.fit(module, loader(regression_batches(1)))
+    again = fit(module, regression_batches(1), plugin=master_weights(storage=other))
     assert all(torch.equal(a, b) for a, b in zip(first, masters_of(again), strict=True))
     assert any((a != a.bfloat16()).any() for a in first)
 
@@ -266,13 +261,11 @@ def test_a_second_fit_with_another_plugin_goes_on_in_full_precision(storage: str
 def test_a_second_fit_goes_on_in_full_precision(storage: str) -> None:
     """The module is 16 bit by then; its masters are not lost."""
     ours, module = master_weights(storage=storage), Regression(lambda p: torch.optim.SGD(p, lr=1e-4))
-    trainer = quiet_trainer(plugins=[ours])
-    trainer.fit(module, loader(regression_batches(3)))
+    trainer = fit(module, regression_batches(3), plugin=ours)
     first = masters_of(trainer)
     quiet_trainer(plugins=[ours]).test(_with_test_step(module), loader(regression_batches(1)), verbose=False)
     module.make_optimizer = lambda p: torch.optim.SGD(p, lr=0.0)
-    again = quiet_trainer(plugins=[ours])
-    again.fit(module, loader(regression_batches(1)))
+    again = fit(module, regression_batches(1), plugin=ours)
     assert all(torch.equal(a, b) for a, b in zip(first, masters_of(again), strict=True))
 
 

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision
 from master_loops import CountCasts
-from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches
+from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -89,8 +89,7 @@ def test_the_table_of_bytes_adds_up() -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_bytes_per_parameter_are_those_of_the_table(row: str) -> None:
     measure = Measure()
-    trainer = quiet_trainer(plugins=[ROWS[row]()], callbacks=[measure])
-    trainer.fit(OneMatrix(), loader([torch.ones(2, SIDE)] * 3))
+    fit(OneMatrix(), [torch.ones(2, SIDE)] * 3, measure, plugin=ROWS[row]())
     assert measure.between / SIDE**2 == documented()[row][-1]
     during = {'``storage="fp32"``': 4, '``storage="remainder"``': 8, '``storage="24bit"``': 8}
     if row in during:
@@ -258,9 +257,7 @@ def test_traffic_over_gradients_and_host_waits(
 
 def test_bf16_without_a_factor_makes_fp32_gradients_and_nothing_more() -> None:
     counter = GradientBytes()
-    quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")], callbacks=[counter]).fit(
-        Regression(adamw), loader(regression_batches(3))
-    )
+    fit(Regression(adamw), regression_batches(3), counter, plugin=MasterWeightsPrecision("bf16-true"))
     assert counter.rows[1:] == [(8, 1)] * 2
 
 
@@ -280,9 +277,7 @@ def test_a_compiled_model_is_compiled_once(storage: str) -> None:
 
     ends = []
     for module in (Compiled(), Regression()):
-        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true", storage=storage)]).fit(
-            module, loader(regression_batches(4))
-        )
+        fit(module, regression_batches(4), plugin=MasterWeightsPrecision("bf16-true", storage=storage))
         ends.append([p.detach() for p in module.parameters()])
     assert len(graphs) == 1
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
@@ -294,7 +289,7 @@ def test_a_module_compiled_as_a_whole_trains_alike() -> None:
     for compile_it in (True, False):
         module = Regression()
         target = torch.compile(module, backend="aot_eager") if compile_it else module
-        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(target, loader(regression_batches(3)))
+        fit(target, regression_batches(3), plugin=MasterWeightsPrecision("bf16-true"))
         ends.append([p.detach() for p in module.parameters()])
     for compiled, eager in zip(*ends, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=2**-7, atol=1e-3)

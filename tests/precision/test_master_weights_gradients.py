@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from master_loops import DTYPES, clipping, master_weights, masters_of, scale_of
-from small_models import Regression, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import LossScaler
@@ -98,8 +98,7 @@ def test_a_step_around_the_parents_step_is_one_step(fp32_gradients: bool) -> Non
     for make in (lambda p: Around(p, lr=1e-2), lambda p: torch.optim.SGD(p, lr=1e-2)):
         module = Regression(make)
         start = weights(module)
-        trainer = quiet_trainer(plugins=[master_weights(fp32_gradients=fp32_gradients)], gradient_clip_val=10.0)
-        trainer.fit(module, loader(batches))
+        trainer = fit(module, batches, plugin=master_weights(fp32_gradients=fp32_gradients), gradient_clip_val=10.0)
         ends.append(masters_of(trainer))
     for ours, plain, before in zip(*ends, start, strict=True):
         # Clamping binds, and the weights decay by 1e-5 per step: neither may be lost to rounding.
@@ -116,9 +115,7 @@ def test_after_the_step_gradients_are_16_bit_again() -> None:
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
             seen.extend({p.grad.dtype for p in pl_module.parameters()} | {p.grad_dtype for p in pl_module.parameters()})
 
-    quiet_trainer(plugins=[master_weights()], callbacks=[Witness()], gradient_clip_val=0.1).fit(
-        Regression(), loader(regression_batches(2))
-    )
+    fit(Regression(), regression_batches(2), Witness(), plugin=master_weights(), gradient_clip_val=0.1)
     assert set(seen) == {torch.bfloat16}
 
 
@@ -149,8 +146,7 @@ class ManualClipping(Regression):
 def test_manual_optimization_clips_true_gradients(algorithm: str, limit: float, precision: str) -> None:
     batches = regression_batches(4)
     module = ManualClipping(algorithm, limit)
-    trainer = quiet_trainer(plugins=[master_weights(precision)])
-    trainer.fit(module, loader(batches))
+    trainer = fit(module, batches, plugin=master_weights(precision))
 
     class TwoOptimizers(Regression):
         def configure_optimizers(self) -> Any:
@@ -190,7 +186,7 @@ def test_a_backward_after_clipping_finds_16_bit_gradients() -> None:
                 self.norm = torch.stack([p.grad.float().norm() for p in self.net[0].parameters()]).norm().item()
 
     module = ClipsTwice("norm", 0.1)
-    quiet_trainer(plugins=[master_weights()]).fit(module, loader(regression_batches(1)))
+    fit(module, regression_batches(1), plugin=master_weights())
     assert module.after_backward == {torch.bfloat16}
     assert module.norm == pytest.approx(0.1, rel=1e-3)
 
@@ -219,8 +215,7 @@ def test_optimizers_count_in_fp32_in_manual_optimization() -> None:
 
             self.optimizers().step(closure=closure)
 
-    trainer = quiet_trainer(plugins=[master_weights()])
-    trainer.fit(Manual(), loader(regression_batches(2)))
+    trainer = fit(Manual(), regression_batches(2), plugin=master_weights())
     assert {s["step"].dtype for s in trainer.optimizers[0].state.values()} == {torch.float32}
     assert torch.get_default_dtype() == torch.float32
 
@@ -236,8 +231,7 @@ def test_a_module_that_calls_the_closure_itself_trains() -> None:
     batches = regression_batches(4)
     ends = []
     for module in (OwnStep(), Regression()):
-        trainer = quiet_trainer(plugins=[master_weights("16-true")])
-        trainer.fit(module, loader(batches))
+        trainer = fit(module, batches, plugin=master_weights("16-true"))
         ends.append(masters_of(trainer))
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
@@ -273,5 +267,5 @@ def test_fp32_gradients_accumulate_what_16_bit_loses(precision: str) -> None:
 
 def test_fp32_gradients_end_with_the_fit() -> None:
     module = Regression()
-    quiet_trainer(plugins=[master_weights(fp32_gradients=True)]).fit(module, loader(regression_batches(1)))
+    fit(module, regression_batches(1), plugin=master_weights(fp32_gradients=True))
     assert {p.grad_dtype for p in module.parameters()} == {torch.bfloat16}

@@ -10,7 +10,7 @@ from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from master_loops import DTYPES, KINDS, OPTIMIZERS, MastersByHand, master_weights, masters_of, scale_of
-from small_models import Regression, TokenModel, loader, quiet_trainer, regression_batches, token_batches
+from small_models import Regression, TokenModel, fit, loader, quiet_trainer, regression_batches, token_batches
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -58,8 +58,7 @@ def test_ddp_equals_one_process(precision: str, storage: str, optimizer: str, bu
     def train(rank: int) -> list[Tensor]:
         module = Regression(OPTIMIZERS[optimizer])
         strategy = ddp(gradient_as_bucket_view=bucket_view)
-        trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[master_weights(precision, storage)])
-        trainer.fit(module, loader(BATCHES[rank]))
+        trainer = fit(module, BATCHES[rank], devices=2, strategy=strategy, plugin=master_weights(precision, storage))
         assert {p.grad.dtype for p in module.parameters()} == {p.dtype for p in module.parameters()}
         return masters_of(trainer)
 
@@ -81,8 +80,7 @@ def test_masters_below_the_16_bits_are_those_of_rank_zero(storage: str) -> None:
             for p in module.parameters():
                 p.normal_()
         start = [p.detach().clone() for p in module.parameters()]
-        trainer = quiet_trainer(devices=2, strategy=ddp(), plugins=[master_weights(storage=storage)])
-        trainer.fit(module, loader(BATCHES[rank][:1]))
+        trainer = fit(module, BATCHES[rank][:1], devices=2, strategy=ddp(), plugin=master_weights(storage=storage))
         return start, masters_of(trainer)
 
     (start, first), (_, second) = run_ranks(train, 2)
@@ -105,8 +103,7 @@ def test_an_overflow_on_one_rank_skips_on_all(optimizer: str, looked_at: bool) -
         monitor, ours = OverflowMonitor(), master_weights("16-true")
         strategy = ddp(gradient_as_bucket_view=True)
         arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
-        trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[ours], callbacks=[monitor], **arguments)
-        trainer.fit(module, loader(BATCHES[rank]))
+        trainer = fit(module, BATCHES[rank], monitor, devices=2, strategy=strategy, plugin=ours, **arguments)
         return masters_of(trainer), monitor.skipped_steps, ours.scaler.get_scale()
 
     (first, *totals), (second, *others) = run_ranks(train, 2)
@@ -179,8 +176,7 @@ def test_a_second_fit_under_fsdp2_goes_on_from_the_masters_of_the_first(storage:
         module = (Sharded if sharded else Regression)(OPTIMIZERS["adamw_foreach"])
         for _ in range(2):
             strategy = model_parallel(Sharded) if sharded else ddp()
-            trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[master_weights(storage=storage)])
-            trainer.fit(module, loader(BATCHES[rank]))
+            trainer = fit(module, BATCHES[rank], devices=2, strategy=strategy, plugin=master_weights(storage=storage))
         return full(masters_of(trainer))
 
     first, second = run_ranks(lambda rank: train(rank, True), 2)
@@ -237,7 +233,7 @@ def test_under_fsdp_the_shards_are_the_masters(precision: str) -> None:
 
     def fp32(rank: int) -> list[Tensor]:
         module = Regression(OPTIMIZERS["adamw_foreach"])
-        quiet_trainer(devices=2, strategy=ddp()).fit(module, loader(BATCHES[rank]))
+        fit(module, BATCHES[rank], devices=2, strategy=ddp())
         return [p.detach().clone() for p in module.parameters()]
 
     (first, dtypes, inside), (second, *_) = run_ranks(train, 2)

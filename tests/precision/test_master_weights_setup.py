@@ -9,7 +9,7 @@ from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import DTYPES, KINDS, master_weights, masters_of
-from small_models import Regression, loader, quiet_trainer, regression_batches, weights
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches, weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -81,7 +81,7 @@ def test_bf16_takes_no_scaler() -> None:
 def test_lbfgs_under_a_loss_scale_is_refused_at_set_up() -> None:
     module = Regression(torch.optim.LBFGS)
     with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS.*could not be unscaled"):
-        quiet_trainer(plugins=[MasterWeightsPrecision("16-true")]).fit(module, loader(regression_batches(1)))
+        fit(module, regression_batches(1), plugin=MasterWeightsPrecision("16-true"))
     assert module.seen_batches == 0
 
 
@@ -91,13 +91,10 @@ def test_pruning_that_rewinds_weights_is_refused_and_other_pruning_trains() -> N
     with pytest.raises(
         MisconfigurationException, match="use_lottery_ticket_hypothesis=False, or use AutocastPrecision"
     ):
-        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")], callbacks=[rewinding]).fit(
-            module, loader(regression_batches(1))
-        )
+        fit(module, regression_batches(1), rewinding, plugin=MasterWeightsPrecision("bf16-true"))
     assert module.seen_batches == 0
     pruning = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)
-    trainer = quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")], callbacks=[pruning], max_epochs=2)
-    trainer.fit(module, loader(regression_batches(2)))
+    fit(module, regression_batches(2), pruning, plugin=MasterWeightsPrecision("bf16-true"), max_epochs=2)
     zeros = sum(int((p == 0).sum()) for p in module.parameters())
     # Half in the first epoch, half of the rest in the second.
     assert zeros >= 0.7 * sum(p.numel() for p in module.parameters())
@@ -149,9 +146,7 @@ def test_an_optimizer_that_keeps_its_own_parameters_is_refused_at_its_first_step
                 p.sub_(p.grad, alpha=1e-2)
 
     with pytest.raises(RuntimeError, match="cannot be used with Keeps, which changed 4 16-bit weights"):
-        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(
-            Regression(Keeps), loader(regression_batches(1))
-        )
+        fit(Regression(Keeps), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true"))
 
 
 def test_under_fabric_it_is_refused() -> None:
@@ -181,14 +176,13 @@ class ValidatedLazy(Lazy):
 def test_parameters_without_a_shape_are_refused_with_the_remedy(precision: str, storage: str) -> None:
     """torch's own error came out of the store; the remedy that is named trains as ready layers do."""
     with pytest.raises(MisconfigurationException) as caught:
-        quiet_trainer(plugins=[master_weights(precision, storage)]).fit(Lazy(), loader(regression_batches(1)))
+        fit(Lazy(), regression_batches(1), plugin=master_weights(precision, storage))
     said = str(caught.value)
     assert "net.0.weight, net.0.bias, net.2.weight, net.2.bias are lazy" in said
     assert "in its setup hook" in said
     ends = []
     for module in (Lazy(in_setup=True), Regression()):
-        trainer = quiet_trainer(plugins=[master_weights(precision, storage)])
-        trainer.fit(module, loader(regression_batches(4)))
+        trainer = fit(module, regression_batches(4), plugin=master_weights(precision, storage))
         ends.append(masters_of(trainer))
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
@@ -214,6 +208,6 @@ def test_a_fit_that_fails_at_set_up_does_not_round_the_weights() -> None:
         module = Regression(optimizer)
         before = weights(module)
         with pytest.raises(error):
-            quiet_trainer(plugins=[MasterWeightsPrecision(precision)]).fit(module, loader(regression_batches(1)))
+            fit(module, regression_batches(1), plugin=MasterWeightsPrecision(precision))
         assert all(torch.equal(a, b) for a, b in zip(weights(module), before, strict=True))
         assert {p.dtype for p in module.parameters()} == {torch.float32}

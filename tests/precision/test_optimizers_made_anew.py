@@ -11,7 +11,7 @@ from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import KINDS, OPTIMIZERS, master_weights, masters_of
-from small_models import Regression, loader, quiet_trainer, regression_batches, weights
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor
 
 from lightning_mp import AutocastPrecision, LossScaler
@@ -58,8 +58,7 @@ SMALL: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def test_masters_go_on(precision: str, storage: str, optimizer: str, kind: type[Anew]) -> None:
     ends = []
     for module in (kind(SMALL[optimizer]), Kept(SMALL[optimizer])):
-        trainer = quiet_trainer(plugins=[master_weights(precision, storage)], max_epochs=3)
-        trainer.fit(module, loader(BATCHES))
+        trainer = fit(module, BATCHES, plugin=master_weights(precision, storage), max_epochs=3)
         ends.append([*masters_of(trainer), *weights(module)])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
@@ -74,8 +73,7 @@ def test_new_optimizers_have_fp32_state_and_let_the_old_ones_go(storage: str) ->
             super().on_train_epoch_start()
 
     plugin = master_weights(storage=storage)
-    trainer = quiet_trainer(plugins=[plugin], max_epochs=2)
-    trainer.fit(Remembers(OPTIMIZERS["adamw_foreach"]), loader(BATCHES))
+    trainer = fit(Remembers(OPTIMIZERS["adamw_foreach"]), BATCHES, plugin=plugin, max_epochs=2)
     assert {s["exp_avg"].dtype for s in trainer.optimizers[0].state.values()} == {torch.float32}
     assert [hooks.optimizer for hooks in plugin._masters.hooks] == trainer.optimizers
     assert trainer.optimizers[0] is not former[0]
@@ -89,8 +87,7 @@ def test_a_checkpoint_before_their_first_step_has_the_masters(storage: str, tmp_
                 self.trainer.strategy.setup_optimizers(self.trainer)
                 self.trainer.save_checkpoint(tmp_path / "x.ckpt")
 
-    straight = quiet_trainer(plugins=[master_weights(storage=storage)], max_epochs=2)
-    straight.fit(AtEnd(SMALL["loop"]), loader(BATCHES))
+    straight = fit(AtEnd(SMALL["loop"]), BATCHES, plugin=master_weights(storage=storage), max_epochs=2)
     resumed = quiet_trainer(plugins=[master_weights(storage=storage)], max_epochs=2)
     resumed.fit(Kept(SMALL["loop"]), loader(BATCHES), ckpt_path=tmp_path / "x.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(masters_of(straight), masters_of(resumed), strict=True))
@@ -118,7 +115,7 @@ def test_they_are_refused_like_those_of_the_set_up() -> None:
 
     for plugin in (master_weights("16-true"), AutocastPrecision("16-mixed", scaler=LossScaler("cpu"))):
         with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS"):
-            quiet_trainer(plugins=[plugin], max_epochs=2).fit(ToLbfgs(SMALL["loop"]), loader(BATCHES))
+            fit(ToLbfgs(SMALL["loop"]), BATCHES, plugin=plugin, max_epochs=2)
 
 
 def test_half_weights_that_a_new_optimizer_trains_are_refused() -> None:
@@ -132,7 +129,7 @@ def test_half_weights_that_a_new_optimizer_trains_are_refused() -> None:
             super().on_train_epoch_start()
 
     with pytest.raises(MisconfigurationException, match="trainable parameters are fp16: late"):
-        quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], max_epochs=2).fit(Later(), loader(BATCHES))
+        fit(Later(), BATCHES, plugin=AutocastPrecision("bf16-mixed"), max_epochs=2)
 
 
 def test_an_optimizer_that_a_strategy_wraps_is_not_met_again() -> None:
@@ -154,7 +151,6 @@ def test_an_optimizer_that_a_strategy_wraps_is_not_met_again() -> None:
 
     ends = []
     for callbacks in ([Wraps()], []):
-        trainer = quiet_trainer(plugins=[master_weights()], callbacks=callbacks)
-        trainer.fit(Kept(OPTIMIZERS["sgd"]), loader(BATCHES))
+        trainer = fit(Kept(OPTIMIZERS["sgd"]), BATCHES, plugin=master_weights(), callbacks=callbacks)
         ends.append(masters_of(trainer))
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

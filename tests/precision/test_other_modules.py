@@ -13,7 +13,7 @@ from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import WIDTH, Regression, loader, quiet_trainer, regression_batches, sgd
+from small_models import WIDTH, Regression, fit, loader, quiet_trainer, regression_batches, sgd
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import parametrizations, parametrize
@@ -182,7 +182,7 @@ def test_the_network_inside_of_a_metric_is_cast_like_any_other() -> None:
             return super().training_step(batch, batch_idx)
 
     module = WithDistance()
-    quiet_trainer(plugins=[MASTERS["bf16-true"]()]).fit(module, loader(regression_batches(2)))
+    fit(module, regression_batches(2), plugin=MASTERS["bf16-true"]())
     assert module.distance.net.weight.dtype == torch.bfloat16
     assert module.distance.total.dtype == torch.float32
     assert "_apply" not in vars(module.distance)
@@ -276,10 +276,10 @@ def test_orthogonal_weights_are_refused_and_the_named_policy_cures_it(
         match=rf"MasterWeightsPrecision\('{precision}'\) would compute layer.parametrizations.weight in .*Use"
         rf" MasterWeightsPrecision\('{precision}', policy={{'\*.parametrizations.\*': 'fp32'}}\)",
     ):
-        quiet_trainer(plugins=[MasterWeightsPrecision(precision)]).fit(module, loader(regression_batches(3)))
+        fit(module, regression_batches(3), plugin=MasterWeightsPrecision(precision))
     plugin = MasterWeightsPrecision(precision, policy={"*.parametrizations.*": "fp32"})
     before = module.layer.weight.detach().clone()
-    quiet_trainer(plugins=[plugin]).fit(module, loader(regression_batches(3)))
+    fit(module, regression_batches(3), plugin=plugin)
     weight = module.layer.weight.detach()
     gram = weight @ weight.T if rows < WIDTH else weight.T @ weight
     assert weight.dtype == torch.float32
@@ -302,11 +302,11 @@ class Inverted(Regression):
 
 def test_an_operation_without_16_bit_names_the_cure() -> None:
     with pytest.raises(RuntimeError) as raised:
-        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(Inverted(), loader(regression_batches(1)))
+        fit(Inverted(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true"))
     assert "does not have this operation" in raised.value.__notes__[0]
     assert "a rule in fp32: policy={'name.of.module': 'fp32'}" in raised.value.__notes__[0]
     plugin = MasterWeightsPrecision("bf16-true", policy={"net.0.parametrizations.*": "fp32"})
-    quiet_trainer(plugins=[plugin]).fit(Inverted(), loader(regression_batches(1)))
+    fit(Inverted(), regression_batches(1), plugin=plugin)
 
 
 # -- numbers in a batch ------------------------------------------------------------------------------------------------
@@ -374,8 +374,7 @@ def test_they_are_told_of_in_every_loop_with_its_first_batch_only() -> None:
     def said(train: list[Any], val: list[Any]) -> int:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer = quiet_trainer(plugins=[MASTERS["bf16-true"]()], max_epochs=2, num_sanity_val_steps=0)
-            trainer.fit(Validated(), loader(train), loader(val))
+            fit(Validated(), train, plugin=MASTERS["bf16-true"](), max_epochs=2, num_sanity_val_steps=0, validation=val)
         return sum("becomes 99840" in str(w.message) for w in caught)
 
     assert said([ids, ids], [small]) == 1
@@ -386,5 +385,5 @@ def test_they_are_told_of_in_every_loop_with_its_first_batch_only() -> None:
 
 def test_under_a_policy_a_batch_is_not_cast() -> None:
     module = Given()
-    quiet_trainer(plugins=[MASTERS["policy"]()]).fit(module, loader([{"x": BATCHES["ids"][0]}]))
+    fit(module, [{"x": BATCHES["ids"][0]}], plugin=MASTERS["policy"]())
     assert torch.equal(module.given[0], BATCHES["ids"][0])

@@ -16,7 +16,7 @@ from gloo import run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from processor import needs_16_bit_lstm
-from small_models import loader, quiet_trainer
+from small_models import fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -233,7 +233,7 @@ def test_layers_that_fp8_leaves_out_are_cast_at_each_use(step: Step) -> None:
 
     def fitted(plugin: Any) -> Net:
         net = WithAnFp8Layer(step)
-        quiet_trainer(plugins=[plugin]).fit(net, loader(batches()))
+        fit(net, batches(), plugin=plugin)
         return net
 
     ours = fitted(Float8Precision(emulate=True, skip=["net", "frozen"], skip_first_and_last=False))
@@ -278,8 +278,7 @@ def test_two_ranks_see_what_is_changed(kind: str) -> None:
         net = Sharded(changes_its_part)
         del net.lstm, net.frozen
         strategy: Any = DDPStrategy if kind == "ddp" else ModelParallelStrategy
-        trainer = quiet_trainer(strategy=strategy(process_group_backend="gloo"), devices=2, plugins=[plugin])
-        trainer.fit(net, loader(batches()))
+        fit(net, batches(), strategy=strategy(process_group_backend="gloo"), devices=2, plugin=plugin)
         whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in net.parameters()]
         return net.losses, [p.detach().clone() for p in whole]
 
@@ -346,7 +345,7 @@ def test_how_often_a_weight_is_cast_in_a_step(cache_weights: bool, count: int, p
         return loss
 
     plugin = AutocastPrecision("bf16-mixed", cache_weights=cache_weights, policy=POLICIES[policy])  # type: ignore[arg-type]
-    quiet_trainer(plugins=[plugin]).fit(Net(step), loader(batches()))
+    fit(Net(step), batches(), plugin=plugin)
 
 
 @pytest.mark.parametrize(
@@ -378,7 +377,7 @@ def casts_of_the_frozen_weight(net: Net, plugin: Any) -> list[int]:
         return loss
 
     net.step = step
-    quiet_trainer(plugins=[plugin]).fit(net, loader(batches()))
+    fit(net, batches(), plugin=plugin)
     return counts
 
 
@@ -391,6 +390,6 @@ def test_the_context_for_manual_use_says_the_same(cache_weights: bool) -> None:
 
 def test_the_contexts_left_after_a_run_say_the_same() -> None:
     plugin = AutocastPrecision("bf16-mixed")
-    quiet_trainer(plugins=[plugin]).fit(Net(Net.loss), loader(batches()))
+    fit(Net(Net.loss), batches(), plugin=plugin)
     with plugin.forward_context():
         assert not torch.is_autocast_cache_enabled()

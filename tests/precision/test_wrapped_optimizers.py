@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from master_loops import KINDS, MastersByHand, master_weights, masters_of, train_by_hand
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, regression_batches
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -158,8 +158,7 @@ def test_in_a_trainer_it_is_the_loop_by_hand(precision: str, storage: str, kind:
         return kind(parameters, BASES["sgd"])
 
     batches = regression_batches(8)
-    trainer = quiet_trainer(plugins=[master_weights(precision, storage)])
-    trainer.fit(Regression(make, overflows=(3,)), loader(batches))
+    trainer = fit(Regression(make, overflows=(3,)), batches, plugin=master_weights(precision, storage))
     scale = 1024.0 if precision == "16-true" else 1.0
     reference = Regression(make, overflows=(3,))
     expected = train_by_hand(reference, batches, precision, scale=scale, storage=storage)

@@ -13,7 +13,7 @@ import torch
 from fsdp2_runs import batches, fp16, fsdp2, model
 from gloo import run_ranks
 from pipelined_models import PipelinedGPT
-from small_models import loader, quiet_trainer
+from small_models import fit
 from soak_legs import Leg, run_leg
 from torch import distributed as dist
 
@@ -72,8 +72,7 @@ def with_all_callbacks(rank: int, strategy: Any, folder: Path) -> None:
 
 
 def of_a_strategy(strategy: Any, module: Any) -> None:
-    trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[fp16()], max_steps=2, max_epochs=-1)
-    trainer.fit(module, loader(batches(3)))
+    fit(module, batches(3), devices=2, strategy=strategy, plugin=fp16(), max_steps=2, max_epochs=-1)
 
 
 def one_of_each(rank: int, folder: Path) -> None:

@@ -124,10 +124,9 @@ def resumed_steps(folder: Path, stop_after: int, make: Any, **arguments: Any) ->
                 trainer.save_checkpoint(folder / "middle.ckpt")
                 trainer.should_stop = True
 
-    quiet_trainer(callbacks=[*make(), Save()], **arguments).fit(Shares(), ResumableLoader(rows()))
+    fit(Shares(), ResumableLoader(rows()), *make(), Save(), **arguments)
     module = Shares()
-    trainer = quiet_trainer(callbacks=make(), **arguments)
-    trainer.fit(module, ResumableLoader(rows()), ckpt_path=folder / "middle.ckpt")
+    fit(module, ResumableLoader(rows()), callbacks=make(), ckpt_path=folder / "middle.ckpt", **arguments)
     return module.steps
 
 
