@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from master_loops import DTYPES, KINDS, OPTIMIZERS, MastersByHand, master_weights, masters_of, scale_of
 from small_models import Regression, TokenModel, fit, loader, quiet_trainer, regression_batches, token_batches

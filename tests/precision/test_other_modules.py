@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchmetrics
 from cpu_fsdp import CpuFsdp
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import WIDTH, Regression, fit, loader, quiet_trainer, regression_batches, sgd

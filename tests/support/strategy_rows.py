@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import FLOAT8, run_ranks
+from gloo import FLOAT8, run_same_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from strategy_runs import WIDTH, Cell, Layout, Net, Run, train
 from torch import Tensor, nn
@@ -162,32 +162,13 @@ FAMILIES: dict[str, dict[str, Layout]] = {
 STRATEGIES = {name: layout for family in FAMILIES.values() for name, layout in family.items()}
 
 
-#: In the same processes: a process that splits layers takes longest to find out once how each operation is split.
-TOGETHER = (
-    ("tensor parallel", "FSDP2Strategy, tensor parallel"),
-    ("FSDP2 x tensor parallel, 2 x 2", "FSDP2Strategy x tensor parallel, 2 x 2"),
-)
-
-
+@cache
 def distributed(strategy: str, chosen: Callable[[str], list[Cell]]) -> list[tuple[Cell, list[Run | str]]]:
     """The chosen cells, and of each what every rank has."""
-    together = next((strategies for strategies in TOGETHER if strategy in strategies), (strategy,))
-    return _runs(together, chosen)[strategy]
-
-
-@cache
-def _runs(
-    strategies: tuple[str, ...], chosen: Callable[[str], list[Cell]]
-) -> dict[str, list[tuple[Cell, list[Run | str]]]]:
-    """One after the other in one set of processes."""
-    cells = [(strategy, cell) for strategy in strategies for cell in chosen(strategy)]
-    layouts = {strategy: STRATEGIES[strategy] for strategy in strategies}
+    cells, layout = chosen(strategy), STRATEGIES[strategy]
 
     def run(rank: int) -> list[Run | str]:
-        return [train(cell, layouts[strategy], rank) for strategy, cell in cells]
+        return [train(cell, layout, rank) for cell in cells]
 
-    of_ranks = run_ranks(run, layouts[strategies[0]].ranks, 600, imports=FLOAT8)
-    found: dict[str, list[tuple[Cell, list[Run | str]]]] = {strategy: [] for strategy in strategies}
-    for (strategy, cell), *runs in zip(cells, *of_ranks, strict=True):
-        found[strategy].append((cell, runs))
-    return found
+    of_ranks = run_same_ranks(run, layout.ranks, 600, imports=FLOAT8)
+    return [(cell, list(runs)) for cell, *runs in zip(cells, *of_ranks, strict=True)]
