@@ -43,7 +43,7 @@ def without_synthetic_step(optimizer: Optimizer) -> Iterator[None]:
 
     ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` makes a step with zero gradients of an
     optimizer that has neither state nor gradients. Adam would count it, in the checkpoint and in the run that
-    continues.
+    continues: pytorch/pytorch#164929, open as of torch 2.13.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if optimizer.state or not parameters or any(p.grad is not None for p in parameters):

@@ -175,7 +175,10 @@ def end_restart(trainer: "pl.Trainer") -> None:
 
 
 def set_sampler_epoch(trainer: "pl.Trainer", dataloader: object) -> None:
-    """Tells the loader's sampler the epoch that comes next, or that a resumed run is in."""
+    """Tells the loader's sampler the epoch that comes next, or that a resumed run is in.
+
+    Lightning 2.6 does so after the loader has asked it: Lightning-AI/pytorch-lightning#21938.
+    """
     counts = trainer.fit_loop.epoch_progress.current
     assert isinstance(counts, _ProcessedTracker)
     _set_sampler_epoch(dataloader, counts.processed)
@@ -270,7 +273,7 @@ def batches_yielded(iterator: Any) -> int:
 def load_late_states(trainer: "pl.Trainer") -> None:
     """Has loaders continue that were made before the checkpoint was read, as for ``estimated_stepping_batches``.
 
-    Lightning does not.
+    Lightning 2.6 does not: Lightning-AI/pytorch-lightning#20550.
     """
     loop = trainer.fit_loop
     if not (loop.restarting and loop._combined_loader_states_to_load and loop._combined_loader is not None):

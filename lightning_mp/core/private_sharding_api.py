@@ -59,9 +59,10 @@ def before_each_gather(group: Any, note: Callable[[], None]) -> Callable[[], Non
 def allow_unused_layers(unit: object) -> None:
     """Lets FSDP2 reduce the gradients of layers that are not used, or not trained, in every micro-batch.
 
-    Until torch 2.15 training stops at a unit never used before a backward without reduction (AttributeError), at
-    gradients of the last micro-batch in 16 bit beside sums in fp32 (AssertionError, pytorch#196996), and at a unit that
-    was frozen in the first forward, whose dtypes it has not looked at (RuntimeError about ``grad_dtype``).
+    Until torch 2.15 training stops at a unit never used before a backward without reduction (AttributeError,
+    pytorch/pytorch#194058), at gradients of the last micro-batch in 16 bit beside sums in fp32 (AssertionError,
+    pytorch/pytorch#196996), and at a unit that was frozen in the first forward, whose dtypes it has not looked at
+    (RuntimeError about ``grad_dtype``, pytorch/pytorch#186998).
     """
 
     def after_backward(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:

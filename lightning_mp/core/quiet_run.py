@@ -17,7 +17,7 @@ def quiet_lightning(level: int, *ignored_warnings: str) -> Iterator[None]:
     saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
     levels = logger.level, saving.level
     with warnings.catch_warnings():
-        # Lightning#21326, in 2.6 with torch 2.11 or newer
+        # Lightning-AI/pytorch-lightning#21326, in 2.6 with torch 2.11 or newer
         for message in (r"`isinstance\(treespec, LeafSpec\)` is deprecated", *ignored_warnings):
             warnings.filterwarnings("ignore", message)
         logger.setLevel(max(level, logger.level))

@@ -229,7 +229,7 @@ def _grouped(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> int:
 def _convolution_backward(grad: Tensor, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
     """Each gradient takes as many products as the forward: those of one place with one filter, at every place.
 
-    pytorch#183405 corrects torch's own formula, which takes a grouped gradient for one over all channels.
+    pytorch/pytorch#183405 corrects torch's own formula, which takes a grouped gradient for one over all channels.
     """
     _bias_sizes, _stride, _padding, _dilation, transposed, _output_padding, _groups, output_mask = args
     places = (input if transposed else grad).numel()

@@ -229,7 +229,7 @@ def multiply_(shards: Sequence[Tensor], factor: Tensor) -> None:
             # The one kernel that takes a float32 factor for 16-bit tensors: 16 bits would round the factor.
             private_api.amp_unscale_(members, torch.zeros((), dtype=torch.float32, device=device), here)
         elif dtype == torch.bfloat16:
-            _multiply_wide_(members, here)  # CUDA's has no bf16: pytorch#127176
+            _multiply_wide_(members, here)  # CUDA's has no bf16: pytorch/pytorch#127176
         else:
             private_api.foreach_mul_(members, here)
 

@@ -35,8 +35,8 @@ def save_plain_tensors(optimizer: Optimizer) -> None:
     """Has an optimizer of torchao save its tensor subclasses as the plain tensors in them, and load them again.
 
     Lightning reads checkpoints with a function as ``map_location``, which torch refuses for subclasses, up to 2.15 at
-    least (``torch._utils._get_restore_location``). Where the state is sharded, its DTensors stay what they are. The
-    hooks stay on the optimizer, for a checkpoint that is written after the fit.
+    least (``torch._utils._get_restore_location``; not reported). Where the state is sharded, its DTensors stay what
+    they are. The hooks stay on the optimizer, for a checkpoint that is written after the fit.
     """
     if optimizer in _hooked or not _parts_of_torchao(optimizer):
         return

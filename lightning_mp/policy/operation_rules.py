@@ -92,7 +92,7 @@ class OperationRules(TorchFunctionMode):
                 return self._checkpoint(*args, **kwargs)
             if func is torch.Tensor.unflatten:
                 # Until torch 2.14 torch.compile cannot trace its `super().unflatten` inside of a mode, but can
-                # trace the method (pytorch#179897).
+                # trace the method (pytorch/pytorch#179897).
                 return args[0].unflatten(*args[1:], **kwargs)
             return func(*args, **kwargs)
         device_type = self.scope.device_type

@@ -45,7 +45,7 @@ def test_workarounds_of_versions_that_are_no_longer_supported_are_gone():
 
 
 def orthogonal_in_16_bit() -> None:
-    """pytorch#9315; refused in precision/masters/checks.py."""
+    """pytorch/pytorch#9315; refused in precision/masters/checks.py."""
     layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map="householder").bfloat16()
     layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
 
@@ -57,7 +57,7 @@ def norm_in_16_bit_beside_fp32_statistics() -> None:
 
 
 def lightning_flattens_with_a_deprecated_check() -> None:
-    """Lightning#21326; the warning is left out in core/quiet_run.py and pyproject.toml."""
+    """Lightning-AI/pytorch-lightning#21326; the warning is left out in core/quiet_run.py and pyproject.toml."""
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
     with warnings.catch_warnings():
@@ -92,7 +92,7 @@ def subclass_read_with_a_function() -> None:
 
 
 def state_of_an_optimizer_that_has_made_no_step() -> None:
-    """checkpoints/sharded.py keeps torch from making up a step to find out what the state looks like."""
+    """pytorch/pytorch#164929; checkpoints/sharded.py keeps torch from making up a step to see the state."""
     layer = nn.Linear(2, 2)
     state = get_optimizer_state_dict(layer, torch.optim.Adam(layer.parameters()))["state"]
     if any(float(of_parameter["step"]) for of_parameter in state.values()):
@@ -100,7 +100,7 @@ def state_of_an_optimizer_that_has_made_no_step() -> None:
 
 
 def unscaling_in_bf16_on_cuda() -> None:
-    """pytorch#127176; gradients/gradient_ops.py multiplies tensor by tensor instead."""
+    """pytorch/pytorch#127176; gradients/gradient_ops.py multiplies tensor by tensor instead."""
     flag, factor = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     torch._amp_foreach_non_finite_check_and_unscale_([torch.ones(4, device="cuda").bfloat16()], flag, factor)
 
@@ -112,7 +112,7 @@ def grouped_products_of_fake_tensors_in_fp32() -> None:
 
 
 def flops_of_a_grouped_gradient() -> None:
-    """pytorch#183405; flops/operation_flops.py has a formula of its own."""
+    """pytorch/pytorch#183405; flops/operation_flops.py has a formula of its own."""
     weight = nn.Conv1d(4, 4, 1, groups=4)
     with FlopCounterMode(display=False) as counter:
         weight(torch.ones(1, 4, 8)).sum().backward()

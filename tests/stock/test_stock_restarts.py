@@ -7,7 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from restarts import BATCHES, SAVES, SizedStream, Stream, Trace, TurningStream, interrupted, trace
+from restarts import (
+    BATCHES,
+    MOMENTS,
+    SAVES,
+    Save,
+    SizedStream,
+    Stream,
+    Trace,
+    Traced,
+    TurningStream,
+    Validated,
+    ValidatedByEpoch,
+    interrupted,
+    trace,
+)
 from small_models import quiet_trainer
 
 from lightning_mp import AtomicCheckpoints
@@ -64,3 +78,40 @@ def test_a_run_that_ended_inside_an_epoch_takes_it_for_finished(tmp_path: Path) 
         seen[name] = samples(trace(trainers, SizedStream, tmp_path / f"{name}.ckpt", saves_after=True))
     assert seen["stock"] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert seen["ours"] == IN_ORDER[:4]
+
+
+class CountsSteps(Traced):
+    """Asks for the number of steps before the checkpoint is read, which makes the loader."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+STEPS = {"max_epochs": -1, "max_steps": 3 * BATCHES}
+EPOCHS = {"max_epochs": 3}
+
+#: What is saved, before which micro-batch the run is interrupted, its limit.
+CORRECTED: dict[str, tuple[Save, int, dict[str, Any]]] = {
+    # Lightning-AI/pytorch-lightning#20288
+    "validation is due": (Save(MOMENTS["each step"], ValidatedByEpoch), 3, {"val_check_interval": 2, **EPOCHS}),
+    # Lightning-AI/pytorch-lightning#19617
+    "in on_train_epoch_end, with max_steps": (SAVES["each epoch"], BATCHES + 1, STEPS),
+    "in on_train_epoch_end, with max_epochs": (SAVES["each epoch"], BATCHES + 1, EPOCHS),
+    # Lightning-AI/pytorch-lightning#20550
+    "the number of steps is asked for": (Save(MOMENTS["each step"], CountsSteps), 3, EPOCHS),
+    # Lightning-AI/pytorch-lightning#14702 has brought it
+    "ReduceLROnPlateau": (Save(MOMENTS["each step"], Validated), 3, EPOCHS),
+}
+
+
+@pytest.mark.parametrize("row", CORRECTED.values(), ids=list(CORRECTED))
+def test_what_resumable_progress_corrects_is_still_wrong_without_it(
+    row: tuple[Save, int, dict[str, Any]], tmp_path: Path
+) -> None:
+    save, before, limit = row
+    straight = interrupted(tmp_path / "straight", (), list, save, SizedStream, **limit)
+    stock = interrupted(tmp_path / "stock", (before,), list, save, SizedStream, **limit)
+    ours = interrupted(tmp_path / "ours", (before,), lambda: [AtomicCheckpoints()], save, SizedStream, **limit)
+    assert ours == straight
+    assert stock != straight

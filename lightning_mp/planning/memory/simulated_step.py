@@ -170,8 +170,8 @@ class StandInKernels(TorchFunctionMode):
     """While this is entered, an LSTM and grouped products run on fake tensors as they do on real ones.
 
     torch takes oneDNN's LSTM on the CPU for every input, and for fake ones only where the input needs no gradient.
-    Grouped products of fake tensors are refused in other formats than bf16. For a GPU an LSTM is taken step by step;
-    what cuDNN keeps was not measured.
+    Grouped products of fake tensors are refused in other formats than bf16 (torch 2.13; not reported). For a GPU an
+    LSTM is taken step by step; what cuDNN keeps was not measured.
     """
 
     def __init__(self, device_type: str) -> None:
