@@ -5,9 +5,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import ResumableLoader, TokenModel, adamw, loader, quiet_trainer, token_batches
+from small_models import ResumableLoader, TokenModel, adamw, token_batches
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget
 from lightning_mp.callbacks import budget_forecast as module_under_test
@@ -28,11 +29,9 @@ class Follows(TokenModel):
 
 
 def fit(forecast: BudgetForecast, *more: Any, data: Any = None, **arguments: Any) -> pl.Trainer:
-    ckpt_path = arguments.pop("ckpt_path", None)
     budget = arguments.pop("budget", ChinchillaBudget(tokens=12_000))
-    trainer = quiet_trainer(callbacks=[forecast, budget, *more], **({"max_epochs": -1} | arguments))
-    trainer.fit(Follows(adamw), loader(BATCHES) if data is None else data, ckpt_path=ckpt_path)
-    return trainer
+    batches = BATCHES if data is None else data
+    return small_models.fit(Follows(adamw), batches, forecast, budget, *more, **({"max_epochs": -1} | arguments))
 
 
 @pytest.mark.filterwarnings(

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
@@ -23,9 +24,8 @@ def plugin(precision: Any = "16-mixed") -> AutocastPrecision:
 
 
 def fit(*callbacks: Callback, precision: str = "16-mixed", steps: int = 10, **arguments: Any) -> pl.Trainer:
-    trainer = quiet_trainer(plugins=[plugin(precision)], callbacks=list(callbacks), **arguments)
-    trainer.fit(Regression(fused_adamw, overflows=SKIPPED), loader(regression_batches(steps)))
-    return trainer
+    module, batches = Regression(fused_adamw, overflows=SKIPPED), regression_batches(steps)
+    return small_models.fit(module, batches, *callbacks, plugin=plugin(precision), **arguments)
 
 
 class ShownBy:

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -30,10 +31,7 @@ class Send(Callback):
 
 
 def fit(module: pl.LightningModule, *callbacks: Callback, **arguments: Any) -> pl.Trainer:
-    ckpt_path = arguments.pop("ckpt_path", None)
-    trainer = quiet_trainer(callbacks=[AccumulationScheduler({0: 4}), *callbacks], **arguments)
-    trainer.fit(module, ResumableLoader(BATCHES), ckpt_path=ckpt_path)
-    return trainer
+    return small_models.fit(module, ResumableLoader(BATCHES), AccumulationScheduler({0: 4}), *callbacks, **arguments)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])

@@ -5,10 +5,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from small_models import WIDTH, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import WIDTH, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, PrecisionAudit, UnderflowMonitor
@@ -48,8 +49,7 @@ class Compiled(pl.LightningModule):
 
 
 def fit(module: Compiled, plugin: Any, *callbacks: Callback) -> list[Tensor]:
-    trainer = quiet_trainer(plugins=[plugin], callbacks=list(callbacks))
-    trainer.fit(module, loader(regression_batches(4)))
+    small_models.fit(module, regression_batches(4), *callbacks, plugin=plugin)
     return weights(module)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_models
 import torch
 from gradient_counter import VIEWS, CountGradientTraffic
 from lightning.pytorch.callbacks import Callback
@@ -67,9 +68,7 @@ class Recorder(Callback):
 
 def fit(monitor: UnderflowMonitor, module: Any = None, batches: Any = BATCHES, **arguments: Any) -> Any:
     callbacks = [monitor, *arguments.pop("callbacks", [])]
-    trainer = quiet_trainer(callbacks=callbacks, **arguments)
-    trainer.fit(module if module is not None else Regression(), loader(batches))
-    return trainer
+    return small_models.fit(Regression() if module is None else module, batches, *callbacks, **arguments)
 
 
 # -- what is counted ---------------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches
+from small_models import Regression, adamw, fused_adamw, loader, regression_batches
 from torch.optim import lr_scheduler
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, OverflowMonitor
@@ -39,10 +40,7 @@ def stock() -> MixedPrecision:
 
 
 def fit(module: pl.LightningModule, **arguments: Any) -> pl.Trainer:
-    ckpt_path = arguments.pop("ckpt_path", None)
-    trainer = quiet_trainer(**arguments)
-    trainer.fit(module, loader(regression_batches(NUM_BATCHES)), ckpt_path=ckpt_path)
-    return trainer
+    return small_models.fit(module, regression_batches(NUM_BATCHES), **arguments)
 
 
 @pytest.mark.parametrize("frequency", [1, 2, 3, 4, 10])

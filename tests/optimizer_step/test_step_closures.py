@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from gloo import run_ranks
 from lightning.pytorch.plugins import MixedPrecision
@@ -88,9 +89,7 @@ class Evaluated(Regression):
 
 
 def fit(plugin: Any, module: pl.LightningModule, batches: int = NUM_BATCHES, **arguments: Any) -> pl.Trainer:
-    trainer = quiet_trainer(plugins=[plugin], **arguments)
-    trainer.fit(module, loader(regression_batches(batches)))
-    return trainer
+    return small_models.fit(module, regression_batches(batches), plugin=plugin, **arguments)
 
 
 @pytest.mark.parametrize(

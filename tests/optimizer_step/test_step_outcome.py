@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -87,9 +88,7 @@ class Outcomes(Callback):
 
 
 def fit(plugin: Any, callbacks: Iterable[Callback], module: Regression, **arguments: Any) -> pl.Trainer:
-    trainer = quiet_trainer(plugins=[plugin], callbacks=list(callbacks), **arguments)
-    trainer.fit(module, loader(regression_batches(NUM_BATCHES)))
-    return trainer
+    return small_models.fit(module, regression_batches(NUM_BATCHES), *callbacks, plugin=plugin, **arguments)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

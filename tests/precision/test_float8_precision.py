@@ -7,6 +7,7 @@ from typing import Any
 import jsonargparse
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -75,10 +76,7 @@ def batches(count: int, batch_size: int = 12) -> list[list[Tensor]]:
 
 
 def fit(module: Net, count: int = 6, plugin: Any = None, callbacks: Any = (), **arguments: Any) -> pl.Trainer:
-    plugin = plugin or Float8Precision()
-    trainer = quiet_trainer(plugins=[plugin], callbacks=list(callbacks), **arguments)
-    trainer.fit(module, loader(batches(count)))
-    return trainer
+    return small_models.fit(module, batches(count), *callbacks, plugin=plugin or Float8Precision(), **arguments)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

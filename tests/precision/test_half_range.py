@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
@@ -50,10 +51,7 @@ class Drifting(pl.LightningModule):
 
 def fit(module: pl.LightningModule, steps: int, **arguments: Any) -> pl.Trainer:
     plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=1.0))
-    path = arguments.pop("ckpt_path", None)
-    trainer = quiet_trainer(plugins=[plugin], **arguments)
-    trainer.fit(module, loader([torch.zeros(1)] * steps), ckpt_path=path)
-    return trainer
+    return small_models.fit(module, [torch.zeros(1)] * steps, plugin=plugin, **arguments)
 
 
 @pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)

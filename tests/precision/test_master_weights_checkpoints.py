@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -23,10 +24,7 @@ BATCHES = regression_batches(4)
 
 def fit(plugins: list[Any], module: pl.LightningModule, epochs: int, **arguments: Any) -> pl.Trainer:
     """An epoch has four steps."""
-    ckpt_path = arguments.pop("ckpt_path", None)
-    trainer = quiet_trainer(plugins=plugins, max_epochs=epochs, **arguments)
-    trainer.fit(module, loader(BATCHES), ckpt_path=ckpt_path)
-    return trainer
+    return small_models.fit(module, BATCHES, plugins=plugins, max_epochs=epochs, **arguments)
 
 
 class SaveFirstEpoch(pl.Callback):

@@ -7,10 +7,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 import torch.nn.utils.prune
 from master_loops import masters_of
-from small_models import loader, quiet_trainer, regression_batches
+from small_models import regression_batches
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -28,9 +29,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
 
 
 def fit(plugin: Any, module: pl.LightningModule, **arguments: Any) -> pl.Trainer:
-    trainer = quiet_trainer(plugins=[plugin] if plugin is not None else [], **arguments)
-    trainer.fit(module, loader(regression_batches(4, width=16)))
-    return trainer
+    return small_models.fit(module, regression_batches(4, width=16), plugin=plugin, **arguments)
 
 
 class Complex(pl.LightningModule):

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+import small_models
 import torch
-from small_models import ResumableLoader, TokenModel, quiet_trainer, token_batches
+from small_models import ResumableLoader, TokenModel, token_batches
 from torch import Tensor
 
 from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupCosine, WarmupStableDecay
@@ -59,10 +60,7 @@ class Recording(TokenModel):
 def fit(
     module: Recording, callbacks: Sequence[pl.Callback], lengths: Sequence[int] = LENGTHS, **arguments: Any
 ) -> pl.Trainer:
-    ckpt_path = arguments.pop("ckpt_path", None)
-    trainer = quiet_trainer(callbacks=list(callbacks), **arguments)
-    trainer.fit(module, ResumableLoader(token_batches(lengths)), ckpt_path=ckpt_path)
-    return trainer
+    return small_models.fit(module, ResumableLoader(token_batches(lengths)), *callbacks, **arguments)
 
 
 def expected(schedule: TokenSchedule, windows: Sequence[int], horizon: int = TOTAL, peak: float = 1e-2) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from gloo import run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -18,7 +19,6 @@ from small_models import (
     TokenModel,
     adamw,
     fused_adamw,
-    loader,
     quiet_trainer,
     token_batches,
     weights,
@@ -36,9 +36,7 @@ ALL, NON_EMBEDDING = 187, 99
 def fit(budget: ChinchillaBudget, module: pl.LightningModule | None = None, **arguments: Any) -> pl.Trainer:
     callbacks = arguments.pop("callbacks", [])
     batches = arguments.pop("batches", token_batches(LENGTHS))
-    trainer = quiet_trainer(callbacks=[budget, *callbacks], **({"max_epochs": -1} | arguments))
-    trainer.fit(module or TokenModel(), loader(batches))
-    return trainer
+    return small_models.fit(module or TokenModel(), batches, budget, *callbacks, **({"max_epochs": -1} | arguments))
 
 
 # -- targets -----------------------------------------------------------------------------------------------------------
