@@ -46,8 +46,8 @@ class ResumableProgress(Callback):
                                       epoch's end
 
     Of these, Lightning-AI/pytorch-lightning has reports of the first (#20288), of an epoch's last batch (#19617) and of
-    the sampler (#21938), open as of Lightning 2.6; the others are not reported. ``tests/stock/test_stock_restarts.py``
-    fails for a row that Lightning has corrected.
+    the sampler (#21938), open as of Lightning 2.6; the others are not reported. A test in
+    ``tests/stock/test_stock_restarts.py`` fails when Lightning corrects one of them.
 
     The loader's state is copied before each fetch if it has no length, or if checkpoints are written on exceptions. All
     ranks are given the state that rank 0 saved, as in Lightning.
