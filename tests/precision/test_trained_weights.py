@@ -5,10 +5,9 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import small_models
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import regression_batches, weights
+from small_models import loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, Float8Precision, TF32Precision
@@ -45,7 +44,9 @@ class Adapted(pl.LightningModule):
 
 
 def fit(plugin: Any, module: pl.LightningModule, **arguments: Any) -> pl.Trainer:
-    return small_models.fit(module, regression_batches(2), plugin=plugin, **arguments)
+    trainer = quiet_trainer(plugins=[plugin] if plugin is not None else [], **arguments)
+    trainer.fit(module, loader(regression_batches(2)))
+    return trainer
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
