@@ -181,6 +181,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             FSDP1Model.inspect_after_wrapping(run.trainer.strategy)
             for optimizer in optimizers:
                 self._register_optimizer(optimizer)
+            self._warn_if_nothing_trains(optimizers)
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
@@ -189,6 +190,17 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             run.ends.callback(self._end_reporting, run.dispatcher)
             run.evaluated = EvaluatedWeights(run.trainer, optimizers)
         return model, optimizers, lr_schedulers
+
+    def _warn_if_nothing_trains(self, optimizers: Sequence[Optimizer]) -> None:
+        module = self._run.trainer.lightning_module
+        trainable = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+        optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        if optimizers and trainable and trainable.isdisjoint(optimized):
+            rank_zero_warn(
+                f"{self}: none of the {len(trainable)} trainable parameters of {type(module).__name__} is in its"
+                " optimizer, so training will not change them. Create the optimizer from self.parameters() in"
+                " configure_optimizers."
+            )
 
     def _end_reporting(self, dispatcher: StepOutcomeDispatcher) -> None:
         try:

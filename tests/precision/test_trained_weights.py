@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
-from lightning_mp import AutocastPrecision, Float8Precision, TF32Precision
+from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "16-mixed": lambda: AutocastPrecision("16-mixed"),
@@ -104,3 +104,15 @@ def test_nothing_stays_on_the_optimizer() -> None:
 
 def test_tf32_checks_too() -> None:
     assert issubclass(TF32Precision, type(PLUGINS["16-mixed"]()).__mro__[1])
+
+
+class TrainsAnother(Adapted):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(Adapted(torch.float32, torch.float32).parameters())
+
+
+@pytest.mark.parametrize("plugin", [AutocastPrecision("bf16-mixed"), MasterWeightsPrecision("bf16-true")], ids=str)
+def test_an_optimizer_of_another_model_is_named(plugin: Any) -> None:
+    text = r"none of the 4 trainable parameters of TrainsAnother is in its optimizer, .* from self.parameters\(\)"
+    with pytest.warns(UserWarning, match=text):
+        fit(plugin, TrainsAnother(torch.float32, torch.float32))
