@@ -127,8 +127,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
         scaler: any ``torch.amp.GradScaler`` for "16-true"; None creates a :class:`~lightning_mp.LossScaler`.
         fp32_gradients: accumulate the gradients of a window in fp32; on a single device.
         fp32_checkpoints: ``state_dict`` of the module returns the fp32 masters in place of 16-bit weights, so that a
-        checkpoint can be loaded in full precision anywhere, including by Lightning's own precisions. The plugins of
-        this package, with or without masters, resume exactly without it: the optimizer state holds the masters.
+            checkpoint can be loaded in full precision anywhere, including by Lightning's own precisions. The plugins
+            of this package, with or without masters, resume exactly without it: the optimizer state holds the masters.
         compiled_step: run the step of ``torch.optim.AdamW``, ``torch.optim.SGD`` or lion-pytorch's ``Lion``, neither
             fused nor foreach, as one loop per parameter compiled by ``torch.compile``, from unscaling to the rounded
             weight. AdamW then moves 28 bytes per parameter, 26 with "remainder", and needs no fp32 gradients. Results
