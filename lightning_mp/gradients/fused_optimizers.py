@@ -1,4 +1,4 @@
-"""What is known of optimizers that skip and unscale in their own kernel."""
+"""Optimizers that skip and unscale in their own kernel."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -16,7 +16,7 @@ from lightning_mp.gradients.replication import GradientReplication
 
 
 class GradientEpilogue:
-    """One optimizer step's gradients, from raw to what the optimizer may take.
+    """One optimizer step's gradients, from raw to final.
 
     .. code-block:: text
 
@@ -54,14 +54,14 @@ class GradientEpilogue:
         self._device = device
         self._given_scale = scale
         self._unscaled_found = unscaled_found
-        # What is planned: the gradient to step with is `raw * multiplier`, or `raw * factor` limited by value.
+        # The plan: the optimizer gets `raw * multiplier`, or `raw * factor` limited by value.
         self._factor: Tensor | None = None
         self.multiplier: Tensor | None = None
         self._value_limit: float | None = None
         self._host_factor: float | None = None
 
     def anyone_has_gradients(self) -> bool:
-        """Whether any rank has some; all ranks get the same answer. Only a rank without waits for the device."""
+        """Whether any rank has gradients, the same on all ranks. Only a rank without them waits for the device."""
         return bool(self.parameters) or (self._anyone is not None and bool(self._anyone > 0))
 
     @property
@@ -100,7 +100,7 @@ class GradientEpilogue:
         return self.scale is not None and self._unscaled_found is None
 
     def _unless_found(self, value: Tensor) -> Tensor:
-        """What was not finite may have been clipped since; the step is skipped nevertheless, as by the scaler."""
+        """Non-finite gradients may have been clipped since; the step is skipped nevertheless, as by the scaler."""
         for found in self._unscaled_found or ():
             value = torch.where(found.to(self._device) > 0, torch.nan, value)
         return value
@@ -111,7 +111,7 @@ class GradientEpilogue:
         return here
 
     def plan(self, normalisation: Tensor | None, max_norm: float | None = None) -> None:
-        """Plans by what gradients are multiplied: normalisation over loss scale, and the clip coefficient."""
+        """Plans the factor for the gradients: normalisation over loss scale, times the clip coefficient."""
         factor = normalisation
         if self._is_scaled:
             assert self.scale is not None
@@ -134,7 +134,7 @@ class GradientEpilogue:
         return torch.minimum(self._factor, self._factor * max_norm / (norm + 1e-6))
 
     def make_true(self) -> None:
-        """Turns raw gradients into true ones in place, for those who look at them (two passes)."""
+        """Turns raw gradients into true ones in place, for hooks that see them (two passes)."""
         if self._factor is not None:
             gradient_ops.multiply_(self.shards, self._factor)
             self._factor = self.multiplier = None

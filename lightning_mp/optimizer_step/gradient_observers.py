@@ -1,4 +1,4 @@
-"""Who looks at gradients between backward and the optimizer step."""
+"""Which hooks read or write gradients between backward and the optimizer step."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 def overrides(instance: object, base: type, method: str) -> bool:
     """Whether an object has its own version of a method of ``base``; also if it was set on the instance.
 
-    Lightning's ``is_overridden`` cannot be asked about callables that are set on an instance (``LambdaCallback``).
+    Lightning's ``is_overridden`` does not see callables that are set on an instance (``LambdaCallback``).
     """
     bound: Any = getattr(instance, method)
     return getattr(bound, "__func__", bound) is not getattr(base, method)
@@ -18,29 +18,29 @@ def overrides(instance: object, base: type, method: str) -> bool:
 
 def gradient_consumers(
     callbacks: Iterable[Callback], module: "pl.LightningModule", step_index: int
-) -> Literal["nobody", "readers", "writers"]:
-    """Who looks at the gradients before this step; who does may change them.
+) -> Literal["none", "readers", "writers"]:
+    """Whether hooks read the gradients before this step, or may write them, as any foreign hook may.
 
-    The pack's own callbacks only read. They answer ``needs_gradients(step_index)`` themselves, so that nothing is paid
-    on other steps; ``needs_gradients = False`` means on no step.
+    The callbacks of this package only read. Their ``needs_gradients(step_index)`` says on which steps, so that the
+    others cost nothing; ``needs_gradients = False`` means on no step.
     """
     for hook in ("on_before_optimizer_step", "configure_gradient_clipping"):
         if overrides(module, pl.LightningModule, hook):
             return "writers"
-    shown: Literal["nobody", "readers"] = "nobody"
+    found: Literal["none", "readers"] = "none"
     for callback in callbacks:
         needs_gradients = getattr(callback, "needs_gradients", None)
         if needs_gradients is None:
-            # Lightning passes over a hook that is None, as those of our callbacks are that have nothing to do.
+            # Lightning skips a hook that is None, as idle hooks of our callbacks are.
             if callback.on_before_optimizer_step is not None and overrides(
                 callback, Callback, "on_before_optimizer_step"
             ):
                 return "writers"
         elif needs_gradients and needs_gradients(step_index):
-            shown = "readers"
-    return shown
+            found = "readers"
+    return found
 
 
 def clips_by_itself(module: "pl.LightningModule") -> bool:
-    """Whether the module has a ``configure_gradient_clipping`` of its own, the last to change gradients."""
+    """Whether the module overrides ``configure_gradient_clipping``, the last hook to change gradients."""
     return overrides(module, pl.LightningModule, "configure_gradient_clipping")

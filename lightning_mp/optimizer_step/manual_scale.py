@@ -16,7 +16,7 @@ GradientsBeforeBackward = Mapping[Optimizer, Mapping[Tensor, tuple[Tensor, int]]
 def gradients_before_backward(
     scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer], known: GradientsBeforeBackward
 ) -> GradientsBeforeBackward:
-    """Before a backward: what steps of this batch have left, to tell new gradients from them."""
+    """Before a backward: the gradients that steps of this batch have left, to distinguish new ones from them."""
     if not private_api.has_stepped(scaler):
         return known
     new = (o for o in optimizers if o not in known and private_api.has_stepped(scaler, o))

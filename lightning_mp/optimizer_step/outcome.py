@@ -85,7 +85,7 @@ class StepReport:
     parameter_norms: Tensor | None = None  # two-norm of each one's local gradient, shape `[num_parameters]`, or None
 
     def numbers(self) -> HostCopy:
-        """Starts one transfer of all scalars, in the order of the attributes; nan stands for what is unknown."""
+        """Starts one transfer of all scalars, in the order of the attributes; nan for those that are unknown."""
         scalars = [s for s in (self.found_inf, self.loss_scale, self.grad_norm, self.items) if isinstance(s, Tensor)]
         if not scalars:
             return HostCopy(torch.tensor([float(self.found_inf), torch.nan, torch.nan, torch.nan]))

@@ -14,8 +14,8 @@ from lightning_mp.core.patches import Patches
 class LearningRateFrequency:
     """Makes ``interval="step"`` schedulers with a frequency step once in n optimizer steps that were made.
 
-    Lightning counts micro-batches and asks only where a window ends: with 4 micro-batches per step, a frequency of 2
-    means every step there, and one of 10 every fifth.
+    Lightning counts micro-batches and checks only at the end of a window: with 4 micro-batches per step, a frequency of
+    2 means every step there, and one of 10 every fifth.
     """
 
     def __init__(self, trainer: "pl.Trainer", skipped_steps: Callable[[], int]) -> None:
@@ -25,17 +25,17 @@ class LearningRateFrequency:
         Patches.of(trainer).at_end(self._detach)
 
     def attach(self) -> Self:
-        """Counts steps until the run ends; again before each, as a fit may be given other schedulers inside of it."""
+        """Counts steps until the run ends; call it before each step, as schedulers may be replaced during a fit."""
         for config in self._trainer.lr_scheduler_configs:
             if config.interval == "step" and config.frequency != 1 and not isinstance(config.frequency, ModuloOverride):
                 self._held.append(config)
-                # Lightning asks (batch_idx + 1) % frequency; the answer counts steps that were made.
+                # Lightning evaluates (batch_idx + 1) % frequency; the result counts steps that were made.
                 config.frequency = ModuloOverride.of(config.frequency, partial(self._steps_since, config.frequency))
         return self
 
     def _detach(self) -> None:
-        """Gives the configurations their plain numbers back."""
-        for config in (*self._held, *self._trainer.lr_scheduler_configs):  # who copies one copies its frequency
+        """Restores the plain numbers of the configurations."""
+        for config in (*self._held, *self._trainer.lr_scheduler_configs):  # a copy of one has its frequency
             if isinstance(config.frequency, ModuloOverride):
                 config.frequency = int(config.frequency)
         self._held = []

@@ -130,8 +130,8 @@ class SkippedStepSchedulerGuard:
 class SkippedStepAveragingGuard:
     """Holds Lightning's ``WeightAveraging`` (EMA) on a skipped step, by wrapping its public ``should_update``.
 
-    It is asked with the index among the steps that were made, where Lightning counts attempts: every second step stays
-    every second step. The average is updated at the end of the batch, so here the outcome is waited for.
+    The method gets the index among the steps that were made, where Lightning counts attempts: every second step remains
+    every second step. The average is updated at the end of the batch, so here the host waits for the outcome.
     """
 
     def __init__(

@@ -20,11 +20,11 @@ from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepRepor
 
 
 class NonFiniteGuard:
-    """One step's gradients, looked at between the closure and the optimizer.
+    """Checks one step's gradients between the closure and the optimizer.
 
     Ranks agree by one reduction. A fused optimizer gets the flag and skips in its own kernel. Any other finds no
-    gradients on a skip, and an optimizer leaves parameters without a gradient alone: weights, moments and weight decay.
-    Hooks that may write are followed by another look (one pass): they can break gradients, and not heal them.
+    gradients on a skip, and an optimizer does not change parameters without a gradient, nor their moments.
+    Hooks that may write are followed by another check (one pass): they can break gradients, but not repair them.
     """
 
     def __init__(self, optimizer: Optimizer, ranks: GradientReplication, model: "pl.LightningModule") -> None:
@@ -35,7 +35,7 @@ class NonFiniteGuard:
         self.waited = not applies_grad_scale(optimizer) or momentum_is_missing(optimizer)
 
     def clip(self, clip: Callable[[], None]) -> None:
-        """For the moment after ``on_before_optimizer_step``: clips, unless the step is to be skipped."""
+        """Clips, unless the step is to be skipped; call it after ``on_before_optimizer_step``."""
         trainer = self._model.trainer
         if gradient_consumers(callbacks_of(trainer), self._model, trainer.global_step) == "writers":
             self._epilogue.check_again()

@@ -50,14 +50,14 @@ _REFERENCE_ITEMS_KEY = "lightning_mp_reference_items"
 
 @dataclass(eq=False)
 class PluginRun:
-    """All that a plugin knows of one run of a Trainer; it ends with the run."""
+    """The state of a plugin in one run of a Trainer."""
 
-    trainer: "pl.Trainer"  # of the run
-    ends: ExitStack = field(default_factory=ExitStack)  # takes back what the plugin did to others, the last first
+    trainer: "pl.Trainer"
+    ends: ExitStack = field(default_factory=ExitStack)  # undoes the plugin's changes to other objects, the last first
     autocast: AutocastRun | None = None  # what forwards, backwards and steps run in; None for plugins without autocast
     dispatcher: StepOutcomeDispatcher | None = None  # reports the outcomes of steps, in a fit
     evaluated: EvaluatedWeights | None = None  # where schedule-free optimizers have their weights, in a fit
-    optimizers: set[Optimizer] = field(default_factory=set)  # those that were checked
+    optimizers: set[Optimizer] = field(default_factory=set)  # that were registered
     plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
     planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
     gradients_before_backward: GradientsBeforeBackward = field(default_factory=dict)  # of manual optimization
@@ -70,7 +70,7 @@ class PluginRun:
 
 @dataclass(frozen=True)
 class Carried:
-    """What of a run is needed after it, for checkpoints and contexts, and so that nothing is printed twice."""
+    """What later runs and checkpoints need of a run that has ended."""
 
     device_type: str | None = None  # of the last run; None before the first
     skipped_steps: int = 0  # of the fits so far
@@ -84,12 +84,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     It is a subclass of both stock mixed-precision plugins because ``FSDPStrategy`` accepts nothing but an
     ``FSDPPrecision``. Of ``FSDPPrecision`` nothing is used: its constructor is never called, and its silent casts of
-    inputs and outputs are taken back.
+    inputs and outputs are disabled.
 
     Every step, with any optimizer: the closure runs, the gradients are read once, all ranks agree, and then the step is
-    made or skipped. Non-finite gradients never reach the optimizer, in bf16 as in fp16. Who overrides
-    ``on_before_optimizer_step`` or ``configure_gradient_clipping`` is shown true gradients; only then are they written
-    before the step of a fused optimizer.
+    made or skipped. Non-finite gradients never reach the optimizer, in bf16 as in fp16. Hooks
+    (``on_before_optimizer_step``, ``configure_gradient_clipping``) see true gradients; only where one is overridden are
+    gradients written before the step of a fused optimizer.
     """
 
     scaler: torch.amp.GradScaler | None  # type: ignore[assignment]  # FSDPPrecision has a ShardedGradScaler
@@ -97,7 +97,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def __init__(
         self, precision: Any, scaler: "torch.amp.GradScaler | None", weight_by: Literal["loss"] | None
     ) -> None:
-        """Takes the settings that all plugins have; Lightning's constructors are not called."""
+        """Stores the settings that all plugins share; Lightning's constructors are not called."""
         if weight_by not in ("loss", None):
             raise ValueError(f"{type(self).__name__}(weight_by={weight_by!r}) is unknown; it must be 'loss' or None.")
         self.precision = precision
@@ -105,7 +105,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self.weight_by = weight_by
         self._in_run: PluginRun | None = None
         self._carried = Carried()
-        self._step: GradientStep | None = None  # that is being made
+        self._step: GradientStep | None = None  # in progress
 
     @property
     def _run(self) -> PluginRun:
@@ -134,7 +134,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Takes the Trainer from the module, which it does not change; has micro-batches weighed.
+        """Stores the Trainer of the module, which it does not change; has micro-batches weighted.
 
         Raises:
             MisconfigurationException: if there is no ``lightning.pytorch`` Trainer, as under Fabric, or with DeepSpeed.
@@ -154,7 +154,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 f"Trainer(gradient_clip_val={limit}) must not be negative: nothing would be clipped. Give a positive"
                 " value, or leave it out."
             )
-        if self._in_run is not None:  # a run that ended before it came to the plugin
+        if self._in_run is not None:  # left by a run that ended before the plugin's teardown
             self.teardown()
         self._in_run = run = self._begin_run(trainer)
         self._carry(device_type=trainer.strategy.root_device.type)
@@ -209,7 +209,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._carry(skipped_steps=dispatcher.skipped_steps)
 
     def teardown(self) -> None:
-        """Takes every wrapper away, whatever is raised; Lightning calls this at the end and after exceptions."""
+        """Undoes all changes to other objects, whatever is raised; Lightning calls it also after exceptions."""
         _explain_folder(sys.exception())
         self._note_reference_items()
         run, self._in_run = self._in_run, None
@@ -218,7 +218,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._update_scale(run)
 
     def _end(self) -> None:
-        """Where a strategy's teardown raised before it came to the plugin."""
+        """Where a strategy's teardown raised before the plugin's."""
         if self._in_run is not None:
             self.teardown()
 
@@ -241,7 +241,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._run.optimizers.add(optimizer)
 
     def _register_late(self, optimizer: Optimizer) -> None:
-        """For an optimizer that was made inside of the fit, before it steps; those that it replaces are let go."""
+        """For an optimizer that was created during the fit, before it steps; those that it replaces are dropped."""
         run = self._run
         if not run.optimizers.isdisjoint(with_wrapped(optimizer)):  # a strategy has wrapped it since
             run.optimizers.add(optimizer)
@@ -257,7 +257,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             run.evaluated.join(optimizer)
 
     def _connect_late(self, optimizer: Optimizer) -> None:
-        """What a plugin does to the optimizers of a fit in ``connect``."""
+        """What a plugin does in ``connect`` to each optimizer of a fit."""
 
     def _start_autocast(self, autocast: AutocastRun) -> None:
         """Forwards run under it from now on. Prints what the policy resolved to, if it has changed."""
@@ -391,7 +391,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if run is None:
             return StepPlan.of(optimizer, model, self, None, epilogue)
         callbacks = vars(model.trainer)["callbacks"]
-        # `LearningRateFinder` trains with its own list, without ours, before the fit that it belongs to.
+        # `LearningRateFinder` trains with another list of callbacks, before the fit itself.
         if callbacks is not run.planned_for:
             run.plans, run.planned_for = {}, callbacks
         if optimizer not in run.plans:
@@ -399,11 +399,11 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         return run.plans[optimizer]
 
     def _epilogue_type(self) -> Callable[..., GradientEpilogue]:
-        """What works on the gradients between backward and a step."""
+        """The type of the epilogue between backward and a step."""
         return GradientEpilogue
 
     def _notice_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before any step of any optimizer: one that is made past the plugin, with this module's gradients."""
+        """Before any step of any optimizer: checks one that bypasses the plugin with this module's gradients."""
         if self._step is not None and self._step.is_stepping:
             return
         trainer = self._run.trainer
@@ -444,7 +444,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._step.clip(float(clip_val), gradient_clip_algorithm)
             return
         if self._in_run is None:
-            # After a run nobody has scaled them.
+            # After a run gradients are not scaled.
             device = optimizer.param_groups[0]["params"][0].device
             epilogue = GradientEpilogue(optimizer, None, ranks=GradientReplication.every_rank(), device=device)
         else:

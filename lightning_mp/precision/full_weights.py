@@ -36,7 +36,7 @@ def lost_updates(weight: Tensor, size: float) -> int:
 
 
 class TrainedWeights:
-    """Checks what an optimizer trains, now and when parameters are added to it."""
+    """Checks the parameters of an optimizer, now and when others are added."""
 
     def __init__(self, plugin: str, optimizer: Optimizer, names: Callable[[], Mapping[Tensor, str]]) -> None:
         self._plugin = plugin
@@ -46,7 +46,7 @@ class TrainedWeights:
         self._handle = optimizer.register_step_pre_hook(lambda stepping, *_: self._check(stepping))
 
     def remove(self) -> None:
-        """Takes the hook away."""
+        """Removes the hook."""
         self._handle.remove()
 
     def _check(self, optimizer: Optimizer) -> None:
@@ -91,7 +91,7 @@ class TrainedWeights:
 
 @dataclass(eq=False)
 class FullWeightsRun(PluginRun):
-    """And what reads the masters of a checkpoint, one for each optimizer of a fit."""
+    """Adds the readers of a checkpoint's masters, one for each optimizer of a fit."""
 
     into_weights: list[MastersIntoWeights] = field(default_factory=list)
 

@@ -32,15 +32,15 @@ from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepRepor
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What is settled about an optimizer's steps before the first of them, for a whole fit."""
+    """What does not change between an optimizer's steps; determined before the first of them."""
 
-    optimizer: Optimizer  # that steps
+    optimizer: Optimizer
     model: "pl.LightningModule"  # the module that it trains
-    plugin: Precision  # asked to clip where a module clips through Lightning's hook
+    plugin: Precision  # clips where a module clips through Lightning's hook
     scaler: torch.amp.GradScaler | None  # the loss scaler, if there is one
-    dispatcher: StepOutcomeDispatcher | None  # told what came of each step, if this is a fit
-    controller: AccumulationController | None  # knows by what a window is normalised, if micro-batches are weighted
-    epilogue: Callable[..., GradientEpilogue]  # makes the epilogue of a step, of the loss scale
+    dispatcher: StepOutcomeDispatcher | None  # gets a report of each step; None outside of a fit
+    controller: AccumulationController | None  # normalises windows whose micro-batches are weighted
+    epilogue: Callable[..., GradientEpilogue]  # creates the epilogue of a step from the loss scale
     in_kernel: bool  # the optimizer's own kernel multiplies gradients, and skips
     may_evaluate: bool  # the optimizer may evaluate the loss itself
 
@@ -53,7 +53,7 @@ class StepPlan:
         dispatcher: StepOutcomeDispatcher | None,
         epilogue_type: Callable[..., GradientEpilogue],
     ) -> Self:
-        """Settles it; to be called on all ranks. ``epilogue_type`` is :class:`GradientEpilogue`, or made like it."""
+        """Call it on all ranks. ``epilogue_type`` is :class:`GradientEpilogue`, or takes the same arguments."""
         return cls(
             optimizer,
             model,
@@ -67,13 +67,13 @@ class StepPlan:
         )
 
     def loss_scale(self) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
-        """The scale of the gradients, and what ``scaler.unscale_`` has found if it has made true ones of them."""
+        """The scale of the gradients, and what ``scaler.unscale_`` has found if it has unscaled them already."""
         scaler = self.scaler
         if scaler is None:
             return None, None
         scale = private_api.grad_scaler_scale(scaler)
         if scale is None:
-            # This rank has scaled no loss yet. Others may have: all of them count on the same scale.
+            # This rank has not scaled a loss yet, and others may have: all of them need the same scale.
             scaler.scale(torch.zeros((), device=self.model.device))
             scale = private_api.grad_scaler_scale(scaler)
         is_unscaled = private_api.has_unscaled(scaler)
@@ -82,20 +82,19 @@ class StepPlan:
 
 @dataclass
 class GradientStep:
-    """The step that is being made."""
+    """The step in progress."""
 
-    plan: StepPlan  # what is settled about it
-    # its gradients, and what is planned for them; those of the last evaluation
-    epilogue: GradientEpilogue = field(init=False)
+    plan: StepPlan
+    epilogue: GradientEpilogue = field(init=False)  # of the gradients of the last evaluation
     closure: StepClosure | None = None  # for an optimizer that may evaluate the loss itself; None for those that do not
-    is_stepping: bool = False  # the optimizer's own `step` runs
+    is_stepping: bool = False  # the optimizer's own `step` is running
     _gradients_may_have_changed: bool = False
 
     def clip(self, limit: float, algorithm: "GradClipAlgorithmType | str") -> None:
         """Plans to clip by the norm over all parameters and ranks, or limits every element."""
         if algorithm == GradClipAlgorithmType.VALUE:
             if self._gradients_may_have_changed:
-                self.epilogue.check_again()  # a limit would make a number of an inf that a hook has left
+                self.epilogue.check_again()  # the limit would turn an inf that a hook has left into a number
             self.epilogue.clip_by_value(limit)
         else:
             self.epilogue.clip_by_norm(limit, fresh=self._gradients_may_have_changed)
@@ -103,34 +102,34 @@ class GradientStep:
     def enable_reevaluation(
         self, closure: Callable[[], Any], result: Any, context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        """Lets the optimizer evaluate the loss itself."""
+        """For an optimizer that may evaluate the loss itself."""
         evaluate = partial(_evaluate_again, self, closure, context) if self.plan.scaler is None else None
         self.closure = StepClosure(self.plan.optimizer, result, evaluate, self.plan.plugin)
 
 
 def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
-    """Makes gradients ready to be stepped with: reduced, decided on, planned for and shown."""
+    """Reduces gradients, decides whether to skip, plans scaling and clipping, and runs the hooks that see gradients."""
     plan, model, trainer = step.plan, step.plan.model, step.plan.model.trainer
     controller = plan.controller
     scale, unscaled_found = plan.loss_scale()
-    shown_to = gradient_consumers(private_api.callbacks_of(trainer), model, trainer.global_step)
+    consumers = gradient_consumers(private_api.callbacks_of(trainer), model, trainer.global_step)
     totals = controller.window_totals(model.device) if controller is not None else None
     step.epilogue = epilogue = plan.epilogue(scale, in_kernel=in_kernel, unscaled_found=unscaled_found)
     algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
-    limit = trainer.gradient_clip_val if shown_to == "nobody" and model.automatic_optimization else None
+    limit = trainer.gradient_clip_val if consumers == "none" and model.automatic_optimization else None
 
     # Reduce: gradients are read once; their norm and the items of the window are added over all ranks.
     totals = epilogue.reduce(totals)
 
-    # Decide and plan: from here on every rank knows whether the step is skipped, and by what gradients are multiplied.
+    # Decide and plan: from here on every rank knows whether the step is skipped, and the factor for its gradients.
     normalisation = controller.close_window(totals) if controller is not None else None
     by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE
     epilogue.plan(normalisation, limit if by_norm else None)
 
-    # Show: who looks at gradients, or clips them by a hook, finds true ones. What is stepped with is what was checked,
-    # so whoever may have written them makes for another check.
-    if shown_to != "nobody":
-        step._gradients_may_have_changed = shown_to == "writers"
+    # Hooks that read or clip gradients see true ones. The optimizer must get what was checked, so gradients that a hook
+    # may have written are checked again.
+    if consumers != "none":
+        step._gradients_may_have_changed = consumers == "writers"
         epilogue.make_true()
         if plan.scaler is not None:
             private_api.set_unscaled(plan.scaler, plan.optimizer, epilogue.found_inf)
@@ -149,9 +148,9 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
 
 
 def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
-    """Makes the step that the closure has made gradients for, or skips it."""
+    """Makes or skips the step whose gradients the closure has computed."""
     plan, optimizer = step.plan, step.plan.optimizer
-    # Who evaluates between two changes of the weights needs gradients as they are to be used, not a factor.
+    # An optimizer that evaluates the loss between two changes of the weights needs final gradients, not a factor.
     in_kernel = plan.in_kernel and (step.closure is None or plan.scaler is not None)
     items = _make_ready(step, in_kernel=in_kernel)
     epilogue = step.epilogue
@@ -164,8 +163,8 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
         try:
             if not in_kernel:
                 epilogue.apply()
-            told = fused_step(optimizer, epilogue.found_inf, epilogue.multiplier) if in_kernel else nullcontext()
-            with told, one_mesh_per_group(optimizer):
+            kernel = fused_step(optimizer, epilogue.found_inf, epilogue.multiplier) if in_kernel else nullcontext()
+            with kernel, one_mesh_per_group(optimizer):
                 output = optimizer.step(**kwargs) if step.closure is None else step.closure.step(**kwargs)
         finally:
             step.is_stepping = False

@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class MasterWeightsRun(PluginRun):
-    """And the weights of a run in 16 bit."""
+    """Adds the 16-bit weights of a run."""
 
-    cast: HalfWeights | None = None  # None under FSDP1, which casts what it gathers
+    cast: HalfWeights | None = None  # None under FSDP1, which casts gathered weights itself
     half_range: HalfRange | None = None  # of fp16 weights that are trained
-    stages_with_input: set[object] = field(default_factory=set)  # whose first batch was looked at
+    stages_with_input: set[object] = field(default_factory=set)  # whose first batch was checked
 
 
 class MasterWeightsPrecision(GradientStepPrecision):
@@ -266,7 +266,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         return result
 
     def _connect_late(self, optimizer: Optimizer) -> None:
-        """It continues with the masters; a parameter that has none gets one of its 16-bit weight.
+        """The optimizer continues with the masters; a parameter without one gets one from its 16-bit weight.
 
         Under FSDP1 the optimizer has the fp32 shards itself.
         """
@@ -281,7 +281,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def convert_input(self, data: Any) -> Any:
-        """Casts the floating-point tensors of a batch to 16 bit; under a policy autocast casts where it has to.
+        """Casts the floating-point tensors of a batch to 16 bit; under a policy autocast casts where necessary.
 
         Warns if the cast changes whole numbers in the first batch of a loop, or makes finite numbers infinite.
         """
@@ -388,7 +388,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             warn_about_rounding(self.dtype)
 
     def _add_late_masters(self, masters: MastersOfFit, checkpoint: dict[str, Any]) -> None:
-        """Of optimizers that were made inside of the fit and have not stepped yet."""
+        """Adds those of optimizers that were created during the fit and have not stepped yet."""
         if self._in_run is None or "optimizer_states" not in checkpoint:
             return
         trainer, hooked = self._run.trainer, {hooks.optimizer for hooks in masters.hooks}

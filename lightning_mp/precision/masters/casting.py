@@ -125,7 +125,7 @@ def cast_weights_(
             f"MasterWeightsPrecision stores only fp32 weights in {dtype}. These keep their dtype and have"
             f" no masters: {other}."
         )
-    # `to` and not `parameter.data =`: modules with an `_apply` of their own (RNNs, FSDP2) follow it.
+    # `to` and not `parameter.data =`: modules that override `_apply` (RNNs, FSDP2) need it.
     _to(module, dtype)
     for parameter, data in held.items():
         if data.dtype not in _CAST_DTYPES:
@@ -140,9 +140,9 @@ def cast_weights_(
 
 
 def restore_weights_(module: nn.Module, before: Mapping[nn.Parameter, Tensor], dtype: torch.dtype | None) -> None:
-    """Takes :func:`cast_weights_` back, for weights that nobody trained.
+    """Undoes :func:`cast_weights_`, for weights that were not trained.
 
-    Elements that were changed since stay what they are, as after a checkpoint was loaded.
+    Elements that have changed since, as after loading a checkpoint, keep their values.
     """
     values = {}
     for parameter, data in before.items():

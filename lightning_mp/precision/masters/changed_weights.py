@@ -68,19 +68,19 @@ class ChangedWeights:
                 kind.data = property(_get_data, _set_data)  # type: ignore[assignment]
 
     def end(self) -> None:
-        """Gives torch's classes their own ``data`` back, if nobody else watches."""
+        """Restores ``data`` of torch's classes, unless another instance is watching."""
         _watching.discard(self)
         for kind in _WATCHED_CLASSES if not _watching else ():
             if "data" in vars(kind):
                 del kind.data
 
     def note(self, weight: Tensor) -> None:
-        """``.data`` of a tensor was read or set."""
+        """Records that ``.data`` of a tensor was read or set."""
         if weight in self._marks:
             self._noted.add(weight)
 
     def written(self, weights: Iterable[Tensor]) -> None:
-        """These are as they should be."""
+        """Records that these are up to date."""
         for weight in weights:
             self._marks[weight] = _mark(weight)
             self._noted.discard(weight)

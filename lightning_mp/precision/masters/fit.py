@@ -1,4 +1,4 @@
-"""The masters of one fit: made when it starts, stepped with by its optimizers, read and written with checkpoints."""
+"""The masters of one fit: created at its start, stepped by its optimizers, loaded and saved with checkpoints."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ from lightning_mp.precision.masters.store import (
 
 
 class MastersOfFit:
-    """The store, and what hands it to the optimizers; kept after the fit for a checkpoint that is written then."""
+    """The store and the hooks of the optimizers; kept after the fit for a checkpoint that is saved then."""
 
     def __init__(self, storage: Storage, *, compiled_step: bool, fp32_gradients: bool, fp32_checkpoints: bool) -> None:
         self._storage = storage
@@ -50,7 +50,7 @@ class MastersOfFit:
         values: Mapping[nn.Parameter, Tensor],
         were_16_bit: Collection[nn.Parameter],
     ) -> None:
-        """Makes the masters from what the weights were, and hooks the optimizers."""
+        """Creates the masters from the weights before their cast, and hooks the optimizers."""
         strategy = trainer.strategy
         for optimizer in optimizers:
             refuse_copies_of_weights(optimizer)
@@ -68,7 +68,7 @@ class MastersOfFit:
             self._full_state = module.register_state_dict_post_hook(FullWeightsInState(self.store))
 
     def join(self, optimizer: Optimizer, current: Sequence[Optimizer]) -> None:
-        """For an optimizer that was made inside of the fit: it continues with the masters of those that have left."""
+        """For an optimizer that was created during the fit: it continues with the masters of those that it replaces."""
         for hooks in [hooks for hooks in self.hooks if hooks.optimizer not in current]:
             hooks.remove()
             self.hooks.remove(hooks)
@@ -85,7 +85,7 @@ class MastersOfFit:
             hooks.accumulate_in_float32()
 
     def swap_out(self) -> None:
-        """After an exception inside of a step; does nothing otherwise."""
+        """After an exception in a step; does nothing otherwise."""
         for hooks in self.hooks:
             hooks.swap_out()
 
@@ -104,7 +104,7 @@ class MastersOfFit:
             working.grad_dtype = working.dtype
 
     def leave(self) -> None:
-        """Takes the hooks away: another fit begins."""
+        """Removes the hooks: another fit begins."""
         for hooks in self.hooks:
             hooks.remove()
         self.hooks = []
@@ -115,7 +115,7 @@ class MastersOfFit:
 class FullWeightsInState:
     """A hook for ``module.register_state_dict_post_hook``.
 
-    Where a weight is not what its master rounds to (averaged weights that stand in for it), the weight is written.
+    Where a weight is not its rounded master (averaged weights are swapped in), the weight itself is written.
     Copies of the module, made by ``deepcopy`` or ``pickle``, carry the hook without the masters; it does nothing there.
     """
 

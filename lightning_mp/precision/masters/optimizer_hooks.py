@@ -10,7 +10,7 @@ For the time of a step, fp32 masters replace the 16-bit parameters in the parame
     after the step    everything back, and parameter = master rounded
 
 An optimizer that shares its groups with a base optimizer (SAM, Lookahead) has state in both, which moves together. A
-parameter is stood for by the same master in every step, so that state also stays with it where it is kept elsewhere.
+parameter has the same master in every step, so that state which is kept elsewhere also stays with it.
 
 An optimizer whose update of a parameter depends on no other steps block by block, so that fp32 gradients, and masters
 that are lent, never exist for all parameters at once. Numbers are those of one block, to the bit.
@@ -115,7 +115,7 @@ class MasterHooks:
                 self._ends.append(Patch(optimizer, name, partial(self._on_masters, method)).undo)
 
     def remove(self) -> None:
-        """Takes the hooks away; the optimizer continues with the 16-bit parameters."""
+        """Removes the hooks; the optimizer continues with the 16-bit parameters."""
         self.swap_out()
         for end in self._ends:
             end()
@@ -173,7 +173,7 @@ class MasterHooks:
         return changed
 
     def _step_compiled(self, compiled: CompiledStep) -> None:
-        """The optimizer itself is left what has no master."""
+        """Steps what has a master, and leaves the rest to the optimizer itself."""
         if not private_api.is_next_to_the_step(*self._around_steps):
             raise RuntimeError(
                 f"MasterWeightsPrecision(compiled_step=True) makes the step of {type(self.optimizer).__name__} itself,"

@@ -114,13 +114,13 @@ def refine_full(weight: Tensor, value: Tensor) -> Tensor:
 class MasterStore(ABC):
     """The masters of a set of 16-bit parameters.
 
-    The parameters stay what they are all the time. A master is lent to the optimizer for one step as an fp32 parameter
-    of its own; when it comes back, the weight is written again, once.
+    The parameters themselves are never replaced. For one step, the optimizer gets each master as a separate fp32
+    parameter; after the step the weight is written once.
 
-    The master of a parameter that was changed by other code (``load_state_dict``, clamping, a projection) follows, see
-    :func:`refine`, at the next step. Which may have been changed is known on the host
-    (:mod:`~lightning_mp.precision.masters.changed_weights`); only of these numbers are compared. Until that step the
-    master is kept: weights may only be stood in for by their average.
+    The master of a parameter that other code has changed (``load_state_dict``, clamping, a projection) follows at the
+    next step, see :func:`refine`. The host knows which may have changed
+    (:mod:`~lightning_mp.precision.masters.changed_weights`); only these are compared. Until that step the master is
+    kept, because the change may be temporary: averaged weights that are swapped in.
     """
 
     def __init__(self) -> None:
@@ -372,7 +372,7 @@ class RemainderMasters(MasterStore):
         return block
 
     def _dissolve(self, parameter: Tensor) -> None:
-        """A block is lent as a whole or given up, so that none keeps memory that nobody needs."""
+        """Splits up a block that is not stepped as a whole, so that it keeps no unused memory."""
         block = self._blocks.get(parameter)
         for member in block.parameters if block is not None else ():
             del self._blocks[member]
