@@ -167,7 +167,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         if "mp_pipeline" not in strategy_registry:
             strategy_registry.register("mp_pipeline", cls, description="Pipeline parallelism, one stage on every rank")
 
-    # -- who is where --------------------------------------------------------------------------------------------------
+    # -- ranks and stages ----------------------------------------------------------------------------------------------
 
     @property
     def replicas(self) -> int:
@@ -280,7 +280,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         """Releases the schedules; the model stays split."""
         self.pipeline_runner = None
         module = self.lightning_module
-        # After a set-up that failed: Lightning moves the module to the CPU, which would end in an error of its own.
+        # After a set-up that failed: Lightning moves the module to the CPU, which would raise another error.
         without_memory = module is not None and any(p.is_meta for p in module.parameters())
         with Patch(module, "cpu", lambda: module) if without_memory else nullcontext():
             super().teardown()
@@ -358,7 +358,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         path = Path(self.broadcast(checkpoint_path))
         refuse_shards(path, "PipelineParallelStrategy")
         if type(self.checkpoint_io) not in (TorchCheckpointIO, AtomicCheckpointIO):
-            return super().load_checkpoint(path, weights_only=weights_only)  # who wrote it knows how to read it
+            return super().load_checkpoint(path, weights_only=weights_only)  # the plugin that wrote it reads it
         checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         return checkpoint
 

@@ -1,4 +1,4 @@
-"""A few numbers added over all ranks, known to all of them the next time, so that nothing waits for the device."""
+"""Sums of a few numbers over all ranks, returned by the next call, so that nothing waits for the device."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from lightning_mp.gradients.gradient_ops import accumulation_dtype, sum_over_ran
 
 
 class AsyncAllReduce:
-    """Adds up what ranks hand in, and gives it out at their next call. One process knows at once.
+    """Sums the numbers of all ranks; each call returns the sums of the call before. With one process, its own sums.
 
     >>> import torch
     >>> AsyncAllReduce(2).add([1.0, 0.5], torch.device("cpu"))
@@ -22,10 +22,10 @@ class AsyncAllReduce:
         self._on_its_way: HostCopy | None = None
 
     def add(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """Hands in numbers and returns the sums of the call before. To be called on all ranks."""
+        """Starts a sum and returns those of the call before. Call it on all ranks."""
         before = self.arrived()
         if world_size() == 1:
-            # What several ranks had handed in before a resume is still to be told.
+            # A run on several ranks may have saved sums that it had not returned yet.
             self._sums = [0.0] * len(before)
             return [number + left for number, left in zip(numbers, before, strict=True)]
         dtype = accumulation_dtype(device)
@@ -47,11 +47,11 @@ class AsyncAllReduce:
 
 
 class AsyncAnyRank:
-    """Adds up the ranks' answers when called, and returns the sum at the next call.
+    """Whether any rank says yes; each call returns the result of the call before. With one process, its own answer.
 
     >>> import torch
     >>> flag = AsyncAnyRank()
-    >>> flag.ask(False, torch.device("cpu")), flag.ask(True, torch.device("cpu"))  # one process knows at once
+    >>> flag.ask(False, torch.device("cpu")), flag.ask(True, torch.device("cpu"))  # one process
     (False, True)
     """
 
@@ -59,5 +59,5 @@ class AsyncAnyRank:
         self._answers = AsyncAllReduce(1)
 
     def ask(self, answer: bool, device: torch.device) -> bool:
-        """Whether a rank said yes: now on one process, when this was asked before on several. To be called on all."""
+        """Starts a reduction and returns whether any rank said yes at the call before. Call it on all ranks."""
         return self._answers.add([float(answer)], device)[0] > 0

@@ -35,7 +35,7 @@ class FSDP1Model:
 
     @classmethod
     def inspect_after_wrapping(cls, strategy: Strategy) -> None:
-        """Looks once more at what came of it."""
+        """Inspects the wrapped model."""
         run = _run_of(strategy)
         before = run.find(cls)
         run.drop(before)

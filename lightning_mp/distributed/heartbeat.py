@@ -83,7 +83,7 @@ def host_name() -> str:
 class Heartbeat:
     """Two threads in each rank that report its progress, and end the process when there is no progress.
 
-    The reports go through a ``TCPStore`` of their own in the process of rank 0. Nothing else waits for them.
+    The reports go through a separate ``TCPStore`` in the process of rank 0. Nothing else waits for them.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class Heartbeat:
             thread.start()
 
     def beat(self, place: str) -> None:
-        """Says that this rank has come to a place."""
+        """Records that this rank has reached a place."""
         self._progress = (self._progress[0] + 1, place, time.monotonic())
 
     def stop(self, error: str = "") -> None:
-        """Stops watching this rank, and tells the others if that was not the end of training."""
+        """Stops watching this rank, and notifies the others if training has not ended."""
         self._stopped.set()
         for thread in self._threads:
-            # One may be held up for long in the store of a rank 0 that is dead; it does not outlive the process.
+            # One may be blocked in the store of a dead rank 0 for long; it ends with the process.
             thread.join(min(self._interval, GRACE_SECONDS / 4))
         if error:
             self._report = replace(self._report, error=error)
@@ -178,7 +178,7 @@ class Heartbeat:
     def _leave(self, message: str) -> None:
         if self._stopped.is_set() or not self._leaving.acquire(blocking=False):
             return
-        # If the main thread comes to hold Python's lock for good, this one never runs again; the timer needs no lock.
+        # If the main thread never releases the GIL, this one never runs again; the timer does not need the GIL.
         with contextlib.suppress(Exception):  # a replaced stderr may have no file descriptor
             faulthandler.dump_traceback_later(8 * self._interval + 4 * GRACE_SECONDS, exit=True)
         named = f"rank {self._rank} of " in message

@@ -80,7 +80,7 @@ def flops_per_token(
         "6N"        6 N                   2 N forward, 4 N backward
         "palm"      6 N + 12 L H Q T      plus attention over the full square: causal masking is not subtracted
         "megatron"  6 N + 6 L H Q T       plus attention over the half that a causal mask leaves
-        any of them - 2 N_frozen          frozen weights have no gradient of their own, but pass one on
+        any of them - 2 N_frozen          frozen weights get no gradient, but pass one on
 
     With N the parameters that take part in matmuls, "palm" is exact for a dense decoder: it equals what
     :func:`~lightning_mp.flops.flop_counter.count_flops` counts for any module. Grouped-query attention and gated

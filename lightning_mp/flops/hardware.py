@@ -4,8 +4,8 @@ The figures live in ``peak_flops.csv`` beside this file, in TFLOP/s as the datas
 tensor rates with 2:4 sparsity are halved there and say so. Consumer cards are listed at their rate with fp32
 accumulation, which is what torch uses. Boards with two devices (GB200, MI250X) are listed per device, as torch sees
 them. Memory is in GB, of 10^9 bytes here, in the larger size where a chip is sold in more than one: most vendors mean
-2^30, and ECC, driver and firmware take a part of that. What a datasheet does not give is left empty, and asking for it
-is an error: a wrong peak makes a wrong MFU that nobody notices.
+2^30, and ECC, driver and firmware take a part of that. What a datasheet does not give is left empty, and using it is
+an error: a wrong peak makes a wrong MFU that goes unnoticed.
 
 The last column, ``checked``, is the month in which every rate of the row was looked up a second time, in published
 text other than this table; see ``Chip.checked``.
@@ -74,7 +74,7 @@ def find_chip(device_name: str) -> Chip | None:
 
     Args:
         device_name: What ``torch.cuda.get_device_name()`` returns, or a chip's short name, with or without spaces and
-            "RTX". A family stands for its first chip: "h100" is "H100 SXM".
+            "RTX". A family means its first chip: "h100" is "H100 SXM".
 
     Raises:
         ValueError: it is no string.
@@ -124,7 +124,7 @@ def similar_chips(device_name: str) -> str:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """Of a chip's short name: all of it, its family, its number; "rtx" alone is no family."""
+    """Accepted forms of a chip's short name: all of it, its family, its number; "rtx" alone is not a family."""
     first, *rest = name.lower().split()
     family = (first,) if any(character.isdigit() for character in first) else ()
     number = ("".join(rest),) if first == "rtx" else ()
@@ -186,7 +186,7 @@ def matmul_format(precision: str, *, tf32: bool = False) -> str | None:
 def device_peak(
     device: torch.device, precision: str, counted_format: str | None, *, given: float | None = None
 ) -> tuple[float | None, str]:
-    """Dense peak of the device of a run, and what it is of; without one None, and why.
+    """Dense peak of a run's device with its description, or None with the reason.
 
     >>> device_peak(torch.device("cpu"), "bf16-mixed", None)
     (None, "no peak is known for the device 'cpu'. Give it: MFUMonitor(peak_flops=...).")

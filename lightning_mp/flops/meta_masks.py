@@ -1,9 +1,9 @@
 """Attention masks of Hugging Face models on fake tensors, whose shortcuts read numbers.
 
-Their mask functions look whether positions restart or padding is there (``bool(padding.all())``), to leave a mask out.
-On the meta device that question fails; of fake tensors they do not ask it and keep the mask, as if a graph was being
-traced. A mask is saved for backward in every layer, and with it attention with grouped queries repeats keys and values,
-which it does not do without. Here both get the answer that a real batch would give. All other questions fail as before.
+Their mask functions check whether positions restart and whether there is padding (``bool(padding.all())``), to omit the
+mask. On the meta device the check fails; with fake tensors they skip it and keep the mask, as in a traced graph. A mask
+is saved for backward in every layer, and with it attention with grouped queries repeats keys and values, which it does
+not do without. Here the check gives the result of a real batch. All other reads of numbers fail as before.
 """
 
 import sys
@@ -19,7 +19,7 @@ _LOOKS_FOR_PACKED_SEQUENCES = "find_packed_sequence_indices"
 
 
 class MasksWithoutNumbers(TorchFunctionMode):
-    """While this is entered, Hugging Face's mask functions take positions as one sequence, and padding as told.
+    """A context in which Hugging Face's mask functions take positions as one sequence, and padding as given.
 
     >>> import torch
     >>> with MasksWithoutNumbers():
@@ -40,7 +40,7 @@ class MasksWithoutNumbers(TorchFunctionMode):
             module: Any = sys.modules.get(name)
             is_tracing = getattr(module, "is_tracing", None)
             if is_tracing is not None:
-                # Asked without a tensor it still tells of a real trace.
+                # Called without a tensor it still detects a real trace.
                 module.is_tracing = lambda tensor=None, ask=is_tracing: ask()
                 self._restore.callback(setattr, module, "is_tracing", is_tracing)
         super().__enter__()  # type: ignore[no-untyped-call]

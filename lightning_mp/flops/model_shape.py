@@ -1,4 +1,4 @@
-"""What the named FLOPs conventions ask about a module: its weights of matrix products, and the shape of a decoder."""
+"""What the named FLOPs conventions need to know of a module: weights of matrix products, and a decoder's shape."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

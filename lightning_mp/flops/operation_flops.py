@@ -18,7 +18,7 @@ from lightning_mp.core.nested_tensors import tensors_in
 
 
 def operation_flops(packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int | None:
-    """What an operation cost, from the shapes it saw; None where nothing is known of it."""
+    """FLOPs of an operation, from the shapes of its arguments; None if there is no formula for it."""
     formula = _formula_of(packet)
     if formula is None or _multiplies_integers(packet, args) or _takes_sparse(args):
         return None
@@ -135,7 +135,7 @@ def _lengths(ends: Tensor, longest: int) -> list[int]:
 # Where no fused kernel serves (a GRU on the CPU, the meta device), a layer runs as products that are counted one by
 # one. A fused kernel multiplies each weight matrix, of the input, of the hidden state and of the projection, with every
 # token. Its backward takes that twice, for the gradients of weights and of what they are multiplied with, less those
-# that nobody needs: of frozen weights, of an input without gradient, and of the initial hidden state.
+# that are not needed: of frozen weights, of an input without gradient, and of the initial hidden state.
 
 
 def _products(matrices: Sequence[Tensor], rows: int) -> int:
@@ -196,7 +196,7 @@ def _mkldnn_backward(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    # One layer in one direction. The operation has no output mask; what autograd saved knows who needs a gradient.
+    # One layer in one direction. The operation has no output mask; what autograd saved shows which gradients it needs.
     return _recurrent_backward(
         input,
         hidden,

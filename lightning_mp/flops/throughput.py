@@ -147,7 +147,7 @@ class Throughput:
                 model_flops = work.model_flops_per_token * input_tokens
                 if work.hardware_flops_per_token is not None:
                     hfu_capacity, hardware_flops = mfu_capacity, work.hardware_flops_per_token * input_tokens
-        # Once per optimizer step: `dataclasses.replace` would look at every field by a call.
+        # Runs in every optimizer step: `dataclasses.replace` makes a call per field.
         self.totals = ThroughputTotals(
             totals.input_tokens + input_tokens,
             totals.nonpad_tokens + nonpad_tokens,
@@ -168,7 +168,7 @@ class Throughput:
             self._history[-1] = self.totals
 
     def validated(self, seconds: float) -> None:
-        """Time in validation, told apart."""
+        """Adds time spent in validation, which is kept apart."""
         self.totals = replace(self.totals, validation_seconds=self.totals.validation_seconds + seconds)
 
     def state_dict(self) -> dict[str, Any]:

@@ -48,9 +48,9 @@ def reduce_partial_gradients_(parameters: Iterable[Tensor]) -> None:
 def local_shard(gradient: Tensor) -> Tensor:
     """The part of a gradient that lives on this rank, sharing memory with it.
 
-    A sparse gradient gives the values of its coalesced form, which takes its place: a row that came up twice is a sum,
-    and what is written into a copy of it would be lost. Of a nested tensor its parts are given one behind the other.
-    Complex values are given as real and imaginary parts side by side.
+    Of a sparse gradient it is the values of the coalesced form, which replaces it: duplicate rows are summed, and
+    writes to a copy would be lost. Of a nested tensor it is the concatenated parts. Complex values are viewed as pairs
+    of real and imaginary parts.
     """
     if isinstance(gradient, DTensor):
         gradient = gradient.to_local()

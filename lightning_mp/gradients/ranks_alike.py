@@ -156,7 +156,7 @@ class AgreedUnits:
 class RanksAlike:
     """Sharded ranks run the same units; DDP reduces every parameter that is trained.
 
-    Both are looked at between the last backward of a step and the step, until the run ends. Any part of the pack may
+    Both are checked between the last backward of a step and the step, until the run ends. Any part of the package may
     install it; the first one counts.
     """
 
@@ -203,7 +203,7 @@ class UnreducedParameters:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
-        """Watches a model right after DDP has wrapped it; None if DDP reduces all of it, or is not there."""
+        """Watches a model right after DDP has wrapped it; None if DDP reduces all of it, or is not used."""
         if not isinstance(model, DistributedDataParallel):
             return None
         known = {n: p for n, p in model.module.named_parameters() if n not in model.parameters_to_ignore}

@@ -1,4 +1,4 @@
-"""A module and its batch with other tensors in place of their own, to run a step without data or memory."""
+"""A module and its batch with other tensors in place of the original ones, to run a step without data or memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -13,9 +13,9 @@ from lightning_mp.core.nested_tensors import tensors_in
 
 
 def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a module that holds stand-ins; parameters stay parameters, and what is tied stays tied.
+    """A copy of a module that holds stand-ins; parameters remain parameters, and tied ones remain tied.
 
-    The numbers of the module are not copied: the stand-in of each tensor is given beforehand.
+    Values are not copied: each tensor's stand-in is created before the copy.
 
     >>> copy = module_with(nn.Linear(3, 2), lambda tensor: tensor.detach().to("meta"))
     >>> copy.weight.device.type, type(copy.weight).__name__
@@ -36,7 +36,7 @@ def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.M
 
 
 class _StandInCopies(TorchFunctionMode):
-    """Copies of tensors that no module holds are stand-ins, too: a network in saved hyperparameters, for instance."""
+    """Also copies tensors outside of modules as stand-ins: a network in saved hyperparameters, for instance."""
 
     def __init__(self, stand_in: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _StandInCopies(TorchFunctionMode):
 
 
 def batch_with(batch: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:
-    """A batch with a stand-in for each tensor in it, found as Lightning finds those that it moves to a device.
+    """A batch with a stand-in for each of its tensors, found in the way in which Lightning moves a batch to a device.
 
     >>> import torch
     >>> batch_with({"x": torch.zeros(2), "names": ("a",)}, lambda tensor: tensor + 1)
@@ -62,9 +62,9 @@ def batch_with(batch: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:
 
 
 def run_forward(module: nn.Module, batch: Any) -> Any:
-    """The module's result for a batch, or the attribute ``loss`` of it.
+    """The module's result for a batch, or its attribute ``loss``.
 
-    A tensor is given to the module as it is, a list or tuple as positional and a mapping as keyword arguments.
+    A tensor is passed as it is, a list or tuple as positional and a mapping as keyword arguments.
     """
     if isinstance(batch, Mapping):
         output = module(**batch)

@@ -22,7 +22,7 @@ def has_evaluated_weights(optimizer: Optimizer) -> bool:
 
 
 class EvaluatedWeights:
-    """Calls ``train()`` and ``eval()`` of a fit's optimizers wherever a loop by hand must call them.
+    """Calls ``train()`` and ``eval()`` of a fit's optimizers wherever a hand-written loop must call them.
 
     A schedule-free optimizer computes gradients at ``y`` and is evaluated at ``x``, the average of its iterates. Only
     one of them is in the weights:
@@ -30,8 +30,8 @@ class EvaluatedWeights:
     .. code-block:: text
 
         start of training                                 train()   y
-        validation inside of the fit                      eval()    x, then train() again
-        a checkpoint, whoever calls save_checkpoint       eval()    x, then train() again
+        validation during the fit                         eval()    x, then train() again
+        a checkpoint, from any caller                     eval()    x, then train() again
         end of the fit, also by an exception              eval()    x
 
     Switching is the optimizer's own arithmetic, which rounds. A run continues from the same bits after it has saved a

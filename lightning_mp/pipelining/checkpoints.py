@@ -90,21 +90,21 @@ def keep_own_parameters(optimizer: Optimizer, names: Mapping[str, nn.Parameter],
 
 
 def gather_on_rank_zero(own: Mapping[str, Any], ranks: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """On rank 0 everything that one rank of each stage has by names, tensors on the CPU; empty elsewhere.
+    """On rank 0, all named values of one rank per stage, tensors on the CPU; empty elsewhere.
 
-    All ranks have to call it. Tensors are sent one by one, so that rank 0 needs no more than one on its device besides
-    its own. Of a name that several stages have the first one's is taken.
+    Call it on all ranks. Tensors are sent one by one, so that rank 0 holds no more than one on its device besides its
+    own. If several stages have a name, the first one's value is used.
     """
     rank = dist.get_rank()
     plain = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
     tensors = {name: (value.shape, value.dtype) for name, value in own.items() if isinstance(value, Tensor)}
-    told = all_gathered((plain, tensors))
+    of_ranks = all_gathered((plain, tensors))
     gathered: dict[str, Any] = {}
     if rank == 0:
         gathered = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in own.items()}
-    known = set(own) if rank == 0 else set(told[0][0]) | set(told[0][1])
+    known = set(own) if rank == 0 else set(of_ranks[0][0]) | set(of_ranks[0][1])
     for sender in ranks[1:]:
-        plain, tensors = told[sender]
+        plain, tensors = of_ranks[sender]
         if rank == 0:
             gathered.update({name: value for name, value in plain.items() if name not in known})
         for name, (shape, dtype) in tensors.items():
@@ -149,18 +149,18 @@ class _Added(NamedTuple):
 def with_added_groups(
     parts: OptimizerParts, optimizer: Optimizer, own: Iterable[nn.Parameter], order: Sequence[str]
 ) -> OptimizerParts:
-    """What is known of the groups of an optimizer over the whole model, with those that have been added since.
+    """The groups of an optimizer over the whole model, with those that have been added since.
 
-    All ranks have to call it. A stage that has no parameter of a new group gets an empty one, so that all have as many.
+    Call it on all ranks. A stage without a parameter of a new group gets an empty one, so that all have as many.
     """
     owner = type(optimizer).__name__
     added = optimizer.param_groups[len(parts.groups) :]
     mine = [_Added([parts.name_of.get(id(p), "") for p in group["params"]], _options(group)) for group in added]
-    told = all_gathered((_what_is_wrong(parts, optimizer), mine))
-    wrong = next((problem for problem, _ in told if problem), "")
+    of_ranks = all_gathered((_what_is_wrong(parts, optimizer), mine))
+    wrong = next((problem for problem, _ in of_ranks if problem), "")
     if wrong:
         raise MisconfigurationException(f"PipelineParallelStrategy: {wrong}.{_CURE}")
-    groups_of_ranks = [groups for _, groups in told]
+    groups_of_ranks = [groups for _, groups in of_ranks]
     counts = {len(groups) for groups in groups_of_ranks}
     if len(counts - {0}) > 1:
         raise MisconfigurationException(

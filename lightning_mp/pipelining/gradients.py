@@ -93,5 +93,5 @@ class StageGradients:
         return groups
 
     def _named(self, parameters: dict[str, nn.Parameter], name: str, split: StageSplit) -> Tensor:
-        """A shared parameter has a name for each module, and a stage knows those of its own modules."""
+        """A shared parameter has one name per module, and a stage knows those of its modules."""
         return parameters[next(n for n in split.names_of[name] if n in parameters)]

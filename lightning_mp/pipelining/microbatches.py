@@ -64,9 +64,9 @@ def batch_digest(batch: Any) -> list[Any]:
 
 
 def refuse_other_batches(batch: Any, group: ProcessGroup, what: Any) -> list[Any]:
-    """Compares a batch over the stages of one pipeline, and lets them exchange a value."""
-    told = all_gathered((batch_digest(batch), what), group)
-    digests = [digest for digest, _ in told]
+    """Compares a batch over the stages of one pipeline, and gathers a value from them."""
+    gathered = all_gathered((batch_digest(batch), what), group)
+    digests = [digest for digest, _ in gathered]
     different = next((index for index, digest in enumerate(digests) if digest != digests[0]), None)
     if different is not None:
         raise MisconfigurationException(
@@ -74,4 +74,4 @@ def refuse_other_batches(batch: Any, group: ProcessGroup, what: Any) -> list[Any
             " use_distributed_sampler on, give your sampler trainer.strategy.distributed_sampler_kwargs and one seed,"
             " or seed an iterable dataset alike on all ranks."
         )
-    return [word for _, word in told]
+    return [value for _, value in gathered]

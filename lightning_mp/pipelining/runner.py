@@ -32,7 +32,7 @@ _KEPT_SCHEDULES = 8
 
 
 class LastStageBroadcast:
-    """Tells every stage; all of them have to ask."""
+    """Broadcasts values of the last stage; call it on all stages."""
 
     def __init__(self, pipeline: Pipeline, owner: str) -> None:
         self._pipeline = pipeline
@@ -45,9 +45,9 @@ class LastStageBroadcast:
         if pipeline.stages == 1:
             return values
         if training not in self._names:
-            told = [list(values)]
-            dist.broadcast_object_list(told, src=pipeline.last_rank, group=pipeline.group)
-            self._names[training] = told[0]
+            sent = [list(values)]
+            dist.broadcast_object_list(sent, src=pipeline.last_rank, group=pipeline.group)
+            self._names[training] = sent[0]
         names = self._names[training]
         if pipeline.is_last and list(values) != names:
             raise MisconfigurationException(
@@ -66,10 +66,10 @@ class LastStageBroadcast:
         tuples = [part if isinstance(part, tuple) else (part,) for part in parts]
         joined = [torch.cat(part) for part in zip(*tuples, strict=True)] if pipeline.is_last else []
         if pipeline.stages > 1:
-            told = [[(tensor.shape, tensor.dtype) for tensor in joined]]
-            dist.broadcast_object_list(told, src=pipeline.last_rank, group=pipeline.group)
+            sent = [[(tensor.shape, tensor.dtype) for tensor in joined]]
+            dist.broadcast_object_list(sent, src=pipeline.last_rank, group=pipeline.group)
             if not pipeline.is_last:
-                joined = [torch.empty(shape, dtype=dtype, device=pipeline.device) for shape, dtype in told[0]]
+                joined = [torch.empty(shape, dtype=dtype, device=pipeline.device) for shape, dtype in sent[0]]
             for tensor in joined:
                 dist.broadcast(tensor.contiguous(), src=pipeline.last_rank, group=pipeline.group)
         return joined[0] if len(joined) == 1 else tuple(joined)
@@ -90,8 +90,8 @@ class PipelineRunner:
     .. math:: L = \sum_j \frac{n_j}{n} L_j, \qquad G = \sum_j \nabla \Big( \frac{n_j}{n} L_j \Big)
 
     where :math:`L_j` is the mean loss of microbatch :math:`j` over its :math:`n_j` samples or tokens. Forwards and
-    backwards of all microbatches are over when :meth:`loss` returns; the loss that it returns hands its gradients out
-    when Lightning calls backward. They are scaled as Lightning's own backward will scale them, so that nothing
+    backwards of all microbatches are over when :meth:`loss` returns; its result assigns the gradients when Lightning
+    calls backward. They are scaled as Lightning's own backward will scale them, so that nothing
     underflows that would not on one device.
     """
 
@@ -238,7 +238,7 @@ class PipelineRunner:
             self._schedules.popitem(last=False)
         return made
 
-    # -- what stages tell each other -----------------------------------------------------------------------------------
+    # -- comparing stages ----------------------------------------------------------------------------------------------
 
     def _compare(self, batch: Any) -> None:
         """With the first batch of a loop or an epoch; also whether weights were frozen or unfrozen."""
@@ -260,7 +260,7 @@ class PipelineRunner:
         return microbatch_shares(microbatches, self._weighting_for(batch))
 
     def _weighting_for(self, batch: Any) -> Weighting:
-        loop = self._trainer.state.stage  # each may have batches of its own kind
+        loop = self._trainer.state.stage  # each may have another kind of batch
         if loop not in self._weighting:
             self._weighting[loop] = weighting_of(
                 self._trainer, batch, lambda: batch_tokens.shifts_labels_inside(self._module, batch)

@@ -1,7 +1,7 @@
-"""Rules about modules, carried out: every covered module's ``forward`` runs in its dtype.
+"""Applies rules about modules: every covered module's ``forward`` runs in its dtype.
 
 ``module.forward`` becomes ``functools.partial(run_covered, module.forward, scope, dtype)``. torch.compile traces
-through such a call without a graph break, and a deep copy of the module gets a bound method of its own.
+through such a call without a graph break, and a deep copy of the module gets its own bound method.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -72,7 +72,7 @@ def operation_rules(policy: "ResolvedPolicy", device_type: str) -> dict[Callable
 
 
 class OperationRules(TorchFunctionMode):
-    """While it is entered, functions run as their rules say, wherever autocast is on."""
+    """A context in which functions run as their rules say, wherever autocast is on."""
 
     def __init__(self, rules: Mapping[Callable[..., Any], OperationRule], scope: PolicyScope) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def _edge(value: Any) -> Any:
 
 
 def _returns_weights(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of multi_head_attention_forward computes its softmax as an operation of its own."""
+    """Whether this call of multi_head_attention_forward computes its softmax as a separate operation."""
     position = 15  # of need_weights in the signature
     needed = bool(kwargs.get("need_weights", args[position] if len(args) > position else True))
     if needed and not torch.compiler.is_compiling():

@@ -27,7 +27,7 @@ class PolicyModule:
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy and what it is about in one model; ``print`` shows it as a table."""
+    """A policy and what it applies to in one model; ``print`` shows it as a table."""
 
     rules: tuple[Rule, ...]
     modules: tuple[PolicyModule, ...]

@@ -26,7 +26,7 @@ _Kind = Literal["module", "re", "class", "op"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule: what it is about, and in which dtype that is to run."""
+    """One rule: what it selects, and the dtype in which that runs."""
 
     kind: _Kind
     pattern: str | type[nn.Module]
@@ -130,7 +130,7 @@ def _checked(rule: Rule) -> Rule:
 
 
 def _class_names(module: nn.Module) -> Iterator[str]:
-    """Names of a module's class and of what it is derived from, short and in full."""
+    """Short and full names of a module's class and its base classes."""
     for kind in type(module).__mro__:
         if issubclass(kind, nn.Module) and kind is not nn.Module:
             yield kind.__name__

@@ -22,7 +22,7 @@ from lightning_mp.tensor_parallel.sequence_parallel import (
 
 
 class TensorParallelSplit:
-    """Splits the layers of a model as they come to life, and sees to what they have in common."""
+    """Splits the layers of a model as they are materialised, and handles what they share."""
 
     def __init__(self, model: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:
         self._model = model

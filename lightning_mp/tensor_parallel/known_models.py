@@ -44,8 +44,8 @@ _AUTO: Mapping[str, Mapping[str, Style]] = MappingProxyType(
         f"{_DEMO}.GPT": {"token_embedding": "vocabulary", "head": "vocab_parallel_head"},
     }
 )
-# What comes to that where the sequence is split: the blocks; in them norms and dropout, which work on parts; and
-# modules whose layers are split, which take the whole.
+# Added where the sequence is split: the blocks; in them norms and dropout, which work on parts; and modules whose
+# layers are split, which need the whole.
 _BLOCK_PARTS: Mapping[str, Mapping[str, Style]] = MappingProxyType(
     {
         f"{_LLAMA}.LlamaModel": {"layers": "sequence"},

@@ -88,11 +88,11 @@ def split_layer(
     code between needs the whole, ``column_gather`` and ``row_split`` do the same products with more communication.
 
     ``column_qkv`` is for queries, keys and values in one matrix, ``[queries; keys; values]``, each of the same size.
-    The code after it finds those of this rank's heads one after the other, and must not count on the number of heads:
+    The code after it gets those of this rank's heads, concatenated, and must not assume the number of heads:
     ``view(batch, tokens, 3, -1, width_of_a_head)``.
 
     ``vocab_parallel_head`` gives logits of which ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` are computed in parts;
-    whatever else looks at them gets the whole
+    everything else gets the whole tensor
     (:class:`~lightning_mp.tensor_parallel.vocab_parallel_logits.VocabParallelLogits`).
 
     Inside of blocks that are split along the sequence (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`), ``row``

@@ -28,7 +28,7 @@ class VocabParallelLogits(InParts):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Above autograd: the loss, and what never comes to an operation of torch."""
+        """Above autograd: the loss, and functions that do not reach the dispatcher."""
         with private_api.without_function_subclasses():
             return _FUNCTIONS.get(func, func)(*args, **kwargs or {})
 
@@ -179,8 +179,8 @@ def cross_entropy_of_part(
 
     With ``m`` the maximum of a row and ``s`` the sum of ``exp(logit - m)`` over all ranks, the loss of a row is
     ``m + log(s) - logit[target]``. The ranks exchange ``m``, then ``s`` and the logit of the target together: two
-    reductions of 12 bytes per row in all, and none in backward, where every rank has ``softmax - one_hot`` of its own
-    columns. It computes in fp32 at least.
+    reductions of 12 bytes per row in all, and none in backward, where every rank computes ``softmax - one_hot`` for its
+    own columns. It computes in fp32 at least.
 
     References:
         Shoeybi et al., "Megatron-LM", 2019, section 3, https://arxiv.org/abs/1909.08053
