@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gloo import run_group, run_ranks
+from gloo import run_group
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import BaseFinetuning, Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedMLP, fit

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import COMPILER, run_ranks
+from gloo import COMPILER
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, losses_of, token_batches

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import fsdp2, full_weights
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import BaseFinetuning
 from small_models import Regression, ResumableLoader, quiet_trainer, regression_batches
 from torch.distributed.tensor import DTensor

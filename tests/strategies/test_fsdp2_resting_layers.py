@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import fsdp2, full_weights
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import BaseFinetuning
 from small_models import loader, quiet_trainer
 from torch import Tensor, nn

@@ -14,7 +14,7 @@ from fsdp2_runs import (
     fsdp2,
     model,
 )
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, fit, loader, quiet_trainer, regression_batches

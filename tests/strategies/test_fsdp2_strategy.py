@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import Blocks, PostNorm, assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import Precision

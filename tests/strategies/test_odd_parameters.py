@@ -9,7 +9,7 @@ import pytest
 import torch
 from cpu_fsdp import CpuFsdp
 from fsdp2_runs import fsdp2
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import loader, quiet_trainer

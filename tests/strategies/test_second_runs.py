@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import batches, fp16, fsdp2, full_weights
-from gloo import FLOAT8, run_ranks
+from gloo import FLOAT8
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from pipelined_models import PipelinedGPT

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import loader, quiet_trainer
