@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers, report_folder
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import AMOUNT, checked_state
@@ -32,6 +34,17 @@ _DEVICE_SECONDS = "lightning_mp_device_seconds"
 
 Counted = Literal["all", "trainable", "non_embedding"]
 OnWaste = Literal["report", "extend"]
+
+
+@dataclass
+class _Fit:
+    """The clock of one fit, and what it has said."""
+
+    started: float | None = None  # while the clock runs
+    num_devices: int = 1
+    hours_are_over: AsyncAnyRank = field(default_factory=AsyncAnyRank)
+    ended_before: bool = False  # the budget was spent when it began
+    has_reported: bool = False
 
 
 class ChinchillaBudget(SettingsRepr, Callback):
@@ -119,14 +132,10 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self.landing: LandingMode = landing
         self.on_waste: OnWaste = on_waste
         self.save = true_or_false(save, "save", "ChinchillaBudget")
-        self._clock: float | None = None
-        self._num_devices = 1
         self._device_seconds = 0.0
-        self._hours_are_over = AsyncAnyRank()
         self._out_of_time = False
-        self._ended_before = self._has_reported = False
         self._controller: AccumulationController | None = None
-        self._first_batch = True
+        self._fit: _Fit | None = None
 
     # -- how far the run is --------------------------------------------------------------------------------------------
 
@@ -162,8 +171,10 @@ class ChinchillaBudget(SettingsRepr, Callback):
     @property
     def device_seconds(self) -> float:
         """Time of training so far, validation included, times the number of devices."""
-        running = 0.0 if self._clock is None else time.monotonic() - self._clock
-        return self._device_seconds + running * self._num_devices
+        fit = self._fit
+        if fit is None or fit.started is None:
+            return self._device_seconds
+        return self._device_seconds + (time.monotonic() - fit.started) * fit.num_devices
 
     @property
     def reached(self) -> bool:
@@ -176,6 +187,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
         """Joins the accumulation controller."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
+            self._fit = _Fit()
+            Patches.of(trainer).at_end(self._end)
             self._controller = join_window_controller(self, trainer, pl_module, self.count)
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
@@ -189,8 +202,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Counts parameters and sets the budget."""
-        self._has_reported = False
         assert self._controller is not None
+        self._controller.at_first_batch(lambda _: self._warn_about_early_end(trainer))
         targets = self._targets(trainer, pl_module)
         for _, said in targets:
             if said:
@@ -228,11 +241,11 @@ class ChinchillaBudget(SettingsRepr, Callback):
                 f" {type(trainer.precision_plugin).__name__} does not report them. Use a precision plugin of"
                 " lightning_mp, or add OverflowMonitor() to the callbacks."
             )
-        self._clock, self._num_devices, self._first_batch = time.monotonic(), trainer.world_size, True
+        assert self._fit is not None
+        self._fit.started, self._fit.num_devices = time.monotonic(), trainer.world_size
         is_late = self.device_hours is not None and self.device_seconds >= 3600 * self.device_hours
         self._out_of_time = bool(trainer.strategy.broadcast(is_late))  # each rank has its own clock
-        self._has_reported = False
-        self._ended_before = self.reached
+        self._fit.ended_before = self.reached
         trainer.should_stop = trainer.should_stop or self.reached
 
     # Not `state_dict`, of which Lightning allows one of a class: two budgets get our own message.
@@ -251,15 +264,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     # -- every batch ---------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
-        """Warns with the first batch if the run ends before its budget, or the budget long before a scheduler."""
-        if self._first_batch:
-            self._first_batch = False
-            self._warn_about_early_end(trainer)
-
     def _warn_about_early_end(self, trainer: "pl.Trainer") -> None:
+        """With the first batch: that the run ends before its budget, or the budget long before a scheduler."""
         assert self._controller is not None
         if self.budget_tokens is None:
             return
@@ -300,13 +306,19 @@ class ChinchillaBudget(SettingsRepr, Callback):
     ) -> None:
         """Ends the run when its hours are over."""
         assert self._controller is not None
+        assert self._fit is not None
         if self.device_hours is not None and not self._controller.is_open:
             over = self.device_seconds >= 3600 * self.device_hours
-            if self._hours_are_over.ask(over, pl_module.device):
+            if self._fit.hours_are_over.ask(over, pl_module.device):
                 self._out_of_time = trainer.should_stop = True
 
     def _stop_clock(self) -> None:
-        self._device_seconds, self._clock = self.device_seconds, None
+        if self._fit is not None:
+            self._device_seconds, self._fit.started = self.device_seconds, None
+
+    def _end(self) -> None:
+        self._stop_clock()
+        self._fit = None
 
     def _metrics(self) -> dict[str, float]:
         """As far as they are known without waiting for the device."""
@@ -319,6 +331,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Logs the totals, saves, and warns if the run ended before its budget or not exactly on it."""
+        fit = self._fit
+        assert fit is not None
         assert self._controller is not None
         self._stop_clock()
         RunState.of(trainer).flush()
@@ -333,8 +347,8 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if not self.reached:
             self._warn_about_rest("max_steps, max_epochs, max_time or another callback ended it first")
             return
-        self._has_reported = True
-        if self._ended_before:
+        fit.has_reported = True
+        if fit.ended_before:
             rank_zero_info(
                 f"ChinchillaBudget: the budget was spent before this fit, which made no step: {self.tokens_seen:,}"
                 f" tokens, {self.device_seconds / 3600:.3g} device hours. Give a larger budget to train on."
@@ -359,7 +373,12 @@ class ChinchillaBudget(SettingsRepr, Callback):
         )
 
     def _warn_about_rest(self, cause: str) -> None:
-        self._has_reported = True
+        """Once per fit, if a budget is known and not spent."""
+        if self._fit is None or self._fit.has_reported or self.reached:
+            return
+        if not (self.budget_tokens or self.device_hours):
+            return
+        self._fit.has_reported = True
         if self.budget_tokens is not None:
             spent = f"{self.tokens_spent:,} of {self.budget_tokens:,} budgeted tokens ({self.fraction:.1%})"
         else:
@@ -371,14 +390,12 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns if Lightning had nothing to train."""
-        if not self._has_reported and not self.reached and (self.budget_tokens or self.device_hours):
-            self._warn_about_rest("max_steps or max_epochs was reached before this fit, or there were no batches")
+        self._warn_about_rest("max_steps or max_epochs was reached before this fit, or there were no batches")
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Reports an interrupt, which Lightning treats as a normal end."""
         self._stop_clock()
-        is_fit = not self._has_reported and self._controller is not None and (self.budget_tokens or self.device_hours)
-        if isinstance(exception, KeyboardInterrupt) and is_fit and not self.reached:
+        if isinstance(exception, KeyboardInterrupt):
             self._warn_about_rest("it was interrupted")
 
 

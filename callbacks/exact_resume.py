@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,8 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_loop_api import set_metric_state
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.core.rank_rng import RankRNG
-from lightning_mp.core.saved_state import POSITIVE_COUNT, Kind, checked_state
+from lightning_mp.core.ranks import world_size
+from lightning_mp.core.saved_state import MAPPING, POSITIVE_COUNT, Kind, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
 from lightning_mp.resume.differences import EXACT_RESUME_KEY
@@ -37,6 +39,26 @@ from lightning_mp.resume.resumable_progress import (
     repeat_validation,
     saves_on_exception,
 )
+
+
+@dataclass
+class _Fit:
+    """Where one fit is; kept until the next one, for a checkpoint that is written when it has ended."""
+
+    positions: list[LoaderPosition | StreamPosition] = field(default_factory=list)
+    positions_are_complete: bool = False
+    resumed: dict[str, Any] | None = None  # what this rank continues from, until it does
+    # Random states before the fetch before the last, and before the last, where a batch may be done again.
+    before_fetches: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=2))
+    before_epoch: dict[str, Any] | None = None
+    # Random state and metrics before the validation that runs.
+    before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
+    # Random state and progress, before a validation that only runs because the run stops.
+    before_stop: tuple[dict[str, Any], dict[str, Any]] | None = None
+    # Random state of the run's end, and metrics of an epoch that it cuts off, before that logs and forgets them.
+    at_end: dict[str, Any] | None = None
+    of_cut_epoch: dict[str, Any] | None = None
+    hashes: dict[str, Tensor] = field(default_factory=dict)  # of the batch at hand
 
 
 class ExactResume(SettingsRepr, Callback):
@@ -76,21 +98,7 @@ class ExactResume(SettingsRepr, Callback):
             raise ValueError(f"ExactResume(record={record!r}): give a file named *.jsonl, or None.")
         self.on_unsupported = on_unsupported
         self.record = None if record is None else Path(record)
-        self._positions: list[LoaderPosition | StreamPosition] = []
-        self._positions_are_complete = False
-        # What this rank continues from, until it does.
-        self._resumed: dict[str, Any] | None = None
-        # Random states before the fetch before the last, and before the last, where a batch may be done again.
-        self._before_fetches: deque[dict[str, Any]] = deque(maxlen=2)
-        self._before_epoch: dict[str, Any] | None = None
-        # Random state and metrics before the validation that runs.
-        self._before_validation: tuple[dict[str, Any], dict[str, Any]] | None = None
-        # Random state of the run's end, and metrics of an epoch that it cuts off, before that logs and forgets them.
-        self._at_end: dict[str, Any] | None = None
-        # Random state and progress, before a validation that only runs because the run stops.
-        self._before_stop: tuple[dict[str, Any], dict[str, Any]] | None = None
-        self._of_cut_epoch: dict[str, Any] | None = None
-        self._hashes: dict[str, Tensor] = {}
+        self._fit = _Fit()
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -99,12 +107,11 @@ class ExactResume(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._positions, self._positions_are_complete = [], False
-        self._resumed = self._before_epoch = self._before_validation = self._at_end = self._of_cut_epoch = None
-        self._before_stop = None
-        self._before_fetches.clear()
+        self._fit = fit = _Fit()
+        patches = Patches.of(trainer)
+        # Before it lets the epoch of a checkpoint continue or end.
         progress = ResumableProgress.attach(trainer)
-        progress.when_resumed = lambda: self._restore_metrics(trainer)
+        patches.around(progress, "on_train_start", before=lambda: self._restore_metrics(trainer))
 
         def process(dataloader: object) -> object:
             processed = processing.original(dataloader)
@@ -112,16 +119,16 @@ class ExactResume(SettingsRepr, Callback):
             return processed
 
         def begin(states: list[dict[str, Any]]) -> None:
-            self._positions_are_complete = True
+            fit.positions_are_complete = True
             random = captured(pl_module.device)
-            if self._resumed is not None and self._resumed["random"]["ahead"] is not None:
-                random = self._resumed["random"]["ahead"]
+            if fit.resumed is not None and fit.resumed["random"]["ahead"] is not None:
+                random = fit.resumed["random"]["ahead"]
                 restore(random, pl_module.device)
-                for position in self._positions:
+                for position in fit.positions:
                     position.when_made = lambda: restore(random, pl_module.device)
-            self._before_fetches = deque([random], maxlen=2)
+            fit.before_fetches = deque([random], maxlen=2)
 
-        processing = Patches.of(trainer).replace(trainer.strategy, "process_dataloader", process)
+        processing = patches.replace(trainer.strategy, "process_dataloader", process)
         private_loop_api.before_first_fetch(trainer, begin)
         private_loop_api.before_each_advance(trainer, lambda: self._begin_epoch(trainer))
         private_loop_api.around_validation(
@@ -130,7 +137,7 @@ class ExactResume(SettingsRepr, Callback):
 
     def _inspect(self, trainer: "pl.Trainer", loader: object) -> None:
         """Gives a training loader a state, unless it has one."""
-        patches = Patches.of(trainer)
+        fit, patches = self._fit, Patches.of(trainer)
         if trainer.state.stage != RunningStage.TRAINING:
             if isinstance(loader, DataLoader) and loader.persistent_workers:
                 _start_workers_aside(loader, patches)
@@ -141,14 +148,14 @@ class ExactResume(SettingsRepr, Callback):
         if reason:
             self._tell_unsupported(reason)
             return
-        if self._positions_are_complete:  # loaders are made anew
-            self._positions, self._positions_are_complete = [], False
+        if fit.positions_are_complete:  # loaders are made anew
+            fit.positions, fit.positions_are_complete = [], False
         assert isinstance(loader, DataLoader)
         if isinstance(loader.dataset, IterableDataset):
-            self._positions.append(StreamPosition(loader, patches))
+            fit.positions.append(StreamPosition(loader, patches))
         else:
             ranks = data_rank(trainer), num_data_ranks(trainer)
-            self._positions.append(LoaderPosition(loader, patches, *ranks, self._tell_unsupported))
+            fit.positions.append(LoaderPosition(loader, patches, *ranks, self._tell_unsupported))
 
     def _tell_unsupported(self, reason: str) -> None:
         text = f"ExactResume cannot resume the training loader: {reason}. A resumed run repeats samples of its epoch."
@@ -159,26 +166,26 @@ class ExactResume(SettingsRepr, Callback):
     # -- moments -------------------------------------------------------------------------------------------------------
 
     def _begin_epoch(self, trainer: "pl.Trainer") -> None:
-        device = trainer.lightning_module.device
-        resumed, self._resumed = self._resumed, None
+        fit, device = self._fit, trainer.lightning_module.device
+        resumed, fit.resumed = fit.resumed, None
         if resumed is not None:
             restore(resumed["random"]["now"], device)
-            for position, state in zip(self._positions, _of_positions(resumed["loaders"]), strict=False):
+            for position, state in zip(fit.positions, _of_positions(resumed["loaders"]), strict=False):
                 position.restore_generators(state)
             RankRNG.restore_kept(resumed["random"]["of_ranks"])
-        self._before_epoch = captured(device)
+        fit.before_epoch = captured(device)
 
     def _begin_validation(self, trainer: "pl.Trainer") -> None:
         if not trainer.sanity_checking:
-            module = trainer.lightning_module
-            self._before_validation = captured(module.device), metric_states(module)
+            fit, module = self._fit, trainer.lightning_module
+            fit.before_validation = captured(module.device), metric_states(module)
             if private_loop_api.is_validation_of_the_stop(trainer):
-                self._before_stop = self._before_validation[0], private_loop_api.validation_progress(trainer)
+                fit.before_stop = fit.before_validation[0], private_loop_api.validation_progress(trainer)
 
     def _end_validation(self, trainer: "pl.Trainer") -> None:
-        self._before_validation = None
-        if self._before_stop is not None:
-            random, progress = self._before_stop
+        self._fit.before_validation = None
+        if self._fit.before_stop is not None:
+            random, progress = self._fit.before_stop
             restore(random, trainer.lightning_module.device)
             private_loop_api.restore_validation_progress(trainer, progress)
 
@@ -191,20 +198,21 @@ class ExactResume(SettingsRepr, Callback):
         if self.record is not None and trainer.is_global_zero and trainer.ckpt_path is None:
             self.record.parent.mkdir(parents=True, exist_ok=True)
             self.record.unlink(missing_ok=True)
+        fit = self._fit
 
         def keep(states: list[dict[str, Any]]) -> None:
-            self._before_fetches.append(captured(pl_module.device))
+            fit.before_fetches.append(captured(pl_module.device))
 
         private_loop_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the metrics and the random state of an epoch that a later run continues, before hooks of its end."""
         if private_loop_api.is_epoch_cut(trainer):
-            self._of_cut_epoch, self._at_end = _metrics(trainer), captured(pl_module.device)
+            self._fit.of_cut_epoch, self._fit.at_end = _metrics(trainer), captured(pl_module.device)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the random state of the end, for checkpoints that are written after the run."""
-        self._at_end = self._at_end or captured(pl_module.device)
+        self._fit.at_end = self._fit.at_end or captured(pl_module.device)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -215,10 +223,11 @@ class ExactResume(SettingsRepr, Callback):
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if progress is None:
             return
-        metrics = self._of_cut_epoch if self._at_end is not None else None
+        fit = self._fit
+        metrics = fit.of_cut_epoch if fit.at_end is not None else None
         metrics = metrics or _metrics(trainer) | {"epoch_ends": private_loop_api.is_in_end_of_epoch(trainer)}
-        if self._before_validation is not None and progress["epoch_loop.batch_progress"]["current"]["completed"]:
-            metrics["states"] = self._before_validation[1]
+        if fit.before_validation is not None and progress["epoch_loop.batch_progress"]["current"]["completed"]:
+            metrics["states"] = fit.before_validation[1]
             repeat_validation(progress)
         loaders = progress["state_dict"].get("combined_loader", [])
         if is_epoch_over(progress):
@@ -231,19 +240,19 @@ class ExactResume(SettingsRepr, Callback):
     def _random(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> dict[str, Any]:
         """Where random numbers continue, and where they do for what is fetched ahead."""
         epochs, batches = progress["epoch_progress"]["current"], progress["epoch_loop.batch_progress"]["current"]
-        now = captured(trainer.lightning_module.device)
-        if self._at_end is not None:
-            now = self._at_end
-        elif self._before_validation is not None:
-            now = self._before_validation[0]
-        elif private_loop_api.is_in_start_of_epoch(trainer) and self._before_epoch is not None:
-            now = self._before_epoch
+        fit, now = self._fit, captured(trainer.lightning_module.device)
+        if fit.at_end is not None:
+            now = fit.at_end
+        elif fit.before_validation is not None:
+            now = fit.before_validation[0]
+        elif private_loop_api.is_in_start_of_epoch(trainer) and fit.before_epoch is not None:
+            now = fit.before_epoch
         elif batches["ready"] > batches["processed"] and saves_on_exception(trainer):
-            now = self._before_fetches[-1]
+            now = fit.before_fetches[-1]
         ahead = None
         if epochs["ready"] and private_loop_api.fetches_ahead(trainer):
-            again = min(batches_to_do_again(trainer, progress), len(self._before_fetches))
-            ahead = self._before_fetches[-again] if again else None
+            again = min(batches_to_do_again(trainer, progress), len(fit.before_fetches))
+            ahead = fit.before_fetches[-again] if again else None
         return {"now": now, "ahead": ahead, "of_ranks": RankRNG.kept_states()}
 
     def on_load_checkpoint(
@@ -268,7 +277,7 @@ class ExactResume(SettingsRepr, Callback):
         rank, num_ranks = trainer.global_rank, values["num_ranks"]
         own = checked_state(
             values["per_rank"][min(rank, num_ranks - 1)],
-            {"random": _MAPPING, "loaders": _LIST, "metrics": _MAPPING},
+            {"random": MAPPING, "loaders": _LIST, "metrics": MAPPING},
             f"ExactResume on rank {rank}",
         )
         if num_ranks != trainer.world_size:
@@ -282,12 +291,12 @@ class ExactResume(SettingsRepr, Callback):
         with random_state_kept(pl_module.device):
             restore(own["random"]["now"], pl_module.device)  # or says that it cannot
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"]
-        self._resumed = own
+        self._fit.resumed = own
 
     def _restore_metrics(self, trainer: "pl.Trainer") -> None:
-        if self._resumed is None:
+        if self._fit.resumed is None:
             return
-        metrics, module = self._resumed["metrics"], trainer.lightning_module
+        metrics, module = self._fit.resumed["metrics"], trainer.lightning_module
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         inside = bool(batches) and not metrics["epoch_ends"]
         private_loop_api.restore_logged_results(trainer, metrics["logged"], inside_epoch=inside)
@@ -311,7 +320,8 @@ class ExactResume(SettingsRepr, Callback):
         """Hashes the batch."""
         if self.record is not None:
             zero = torch.zeros((), dtype=torch.int64, device=pl_module.device)
-            self._hashes = dict.fromkeys(RECORDED_KINDS, zero) | {"batch": bit_hash_of_nested(batch, pl_module.device)}
+            batch_hash = bit_hash_of_nested(batch, pl_module.device)
+            self._fit.hashes = dict.fromkeys(RECORDED_KINDS, zero) | {"batch": batch_hash}
 
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
@@ -319,7 +329,7 @@ class ExactResume(SettingsRepr, Callback):
         """Hashes the gradients."""
         if self.record is not None:
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            self._hashes["gradients"] = bit_hash(gradients, pl_module.device)
+            self._fit.hashes["gradients"] = bit_hash(gradients, pl_module.device)
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -327,9 +337,9 @@ class ExactResume(SettingsRepr, Callback):
         """Hashes the rest, and writes one line."""
         if self.record is None:
             return
-        device = pl_module.device
-        self._hashes["loss"] = bit_hash_of_nested(outputs, device)
-        self._hashes["weights"] = bit_hash(pl_module.parameters(), device)
+        hashes, device = self._fit.hashes, pl_module.device
+        hashes["loss"] = bit_hash_of_nested(outputs, device)
+        hashes["weights"] = bit_hash(pl_module.parameters(), device)
         states = [
             value
             for optimizer in trainer.optimizers
@@ -337,14 +347,13 @@ class ExactResume(SettingsRepr, Callback):
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-        self._hashes["state"] = bit_hash([*pl_module.buffers(), *states], device)
-        stacked = torch.stack([self._hashes[kind] for kind in RECORDED_KINDS]) * (2 * trainer.global_rank + 1)
+        hashes["state"] = bit_hash([*pl_module.buffers(), *states], device)
+        stacked = torch.stack([hashes[kind] for kind in RECORDED_KINDS]) * (2 * trainer.global_rank + 1)
         if trainer.world_size > 1:
             dist.all_reduce(stacked)
         if trainer.is_global_zero:
-            hashes = dict(zip(RECORDED_KINDS, stacked.tolist(), strict=True))
-            number = trainer.fit_loop.epoch_loop.total_batch_idx
-            write_record(self.record, number, trainer.global_step, hashes)
+            numbers = dict(zip(RECORDED_KINDS, stacked.tolist(), strict=True))
+            write_record(self.record, trainer.fit_loop.epoch_loop.total_batch_idx, trainer.global_step, numbers)
 
 
 def _of_positions(states: list[Any]) -> list[Any]:
@@ -354,10 +363,10 @@ def _of_positions(states: list[Any]) -> list[Any]:
 
 def _gathered(own: dict[str, Any]) -> list[Any]:
     """The states of all ranks, on rank 0; elsewhere this rank's alone."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world_size() == 1:
         return [own]
     is_first = dist.get_rank() == 0
-    ranks: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    ranks: list[Any] | None = [None] * world_size() if is_first else None
     dist.gather_object(own, ranks)
     return ranks if ranks is not None else [own]
 
@@ -418,4 +427,3 @@ def _moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
 
 
 _LIST = Kind("a list", lambda value: isinstance(value, list))
-_MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))

@@ -44,7 +44,6 @@ class _Fit:
     uncounted_batches: int  # that come before the one whose operations are counted
     tally: FlopTally | None = None  # while they are
     is_settled: bool = False  # it is known what a token costs
-    is_count_checked: bool = False
     is_warm: bool = False  # the first optimizer step is over
     changes: TokenCounterDeltas | None = None  # from the start of training on
     validation_began: float | None = None
@@ -187,6 +186,7 @@ class MFUMonitor(SettingsRepr, Callback):
             uncounted_batches=1 if is_pipelined(trainer) else 0,
         )
         self.flop_count = None
+        self._controller.at_first_batch(self._check_count)
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """Raises the errors of a fit before it starts; called by preflight.
@@ -215,6 +215,12 @@ class MFUMonitor(SettingsRepr, Callback):
         if self._counted == "sample" and self.flops_per_token in CONVENTIONS:
             raise MisconfigurationException(_of_tokens(self.flops_per_token))
 
+    def _check_count(self, batch: Any) -> None:
+        weighting, measure = self._controller.weighting, self._controller.measure
+        assert weighting is not None
+        assert measure is not None
+        self._count_in(weighting, measure.input_tokens, batch)
+
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues from the counter as it was loaded; the clock starts after the first optimizer step."""
         assert self._fit is not None
@@ -241,11 +247,6 @@ class MFUMonitor(SettingsRepr, Callback):
         """Begins to count in the first micro-batch."""
         fit = self._fit
         assert fit is not None
-        if not fit.is_count_checked:
-            assert self._controller.weighting is not None
-            measure = self._controller.measure
-            self._count_in(self._controller.weighting, measure.input_tokens if measure is not None else 0, batch)
-            fit.is_count_checked = measure is not None
         if fit.uncounted_batches == 0 and not fit.is_settled and not _is_compiled(pl_module):
             fit.stop_counting()  # of a micro-batch that was declined
             fit.tally = FlopTally().__enter__()

@@ -1,6 +1,7 @@
 """The dtype that every module and operation really used."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,6 +25,14 @@ from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision import Float8Precision
 
 _MOST_IN_LOG = 12
+
+
+@dataclass
+class _Fit:
+    """A fit of which a batch is still to be audited."""
+
+    num_batches: int = 0
+    watch: PrecisionWatch | None = None
 
 
 class PrecisionAudit(SettingsRepr, Callback):
@@ -66,9 +75,7 @@ class PrecisionAudit(SettingsRepr, Callback):
         )
         self.records: AuditReport | None = None
         self.findings: tuple[AuditFinding, ...] = ()
-        self._watch: PrecisionWatch | None = None
-        self._is_due = False
-        self._num_batches = 0
+        self._fit: _Fit | None = None
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
@@ -76,18 +83,18 @@ class PrecisionAudit(SettingsRepr, Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Begins to count batches, on rank 0 only where the other ranks run the same."""
-        Patches.of(trainer).at_end(self._drop)
         self.records, self.findings = None, ()
-        self._is_due = trainer.is_global_zero or is_pipelined(trainer)
-        self._num_batches = 0
+        self._fit = _Fit() if trainer.is_global_zero or is_pipelined(trainer) else None
+        Patches.of(trainer).at_end(self._drop)
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: object, batch_idx: int
     ) -> None:
         """Begins to watch, if this is the batch."""
-        if self._is_due and self._num_batches >= self.batch:
-            self._watch = PrecisionWatch(pl_module).__enter__()
-        self._num_batches += 1
+        if self._fit is not None:
+            if self._fit.num_batches >= self.batch:
+                self._fit.watch = PrecisionWatch(pl_module).__enter__()
+            self._fit.num_batches += 1
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends, with automatic optimization."""
@@ -107,30 +114,31 @@ class PrecisionAudit(SettingsRepr, Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns if there was nothing to audit."""
-        if self._is_due:
+        if self._fit is not None:
             rank_zero_warn(
-                f"PrecisionAudit(batch={self.batch}) has seen nothing: the fit had {self._num_batches} batches,"
+                f"PrecisionAudit(batch={self.batch}) has seen nothing: the fit had {self._fit.num_batches} batches,"
                 f" and no backward from batch {self.batch} on. Use a smaller number.",
                 category=UserWarning,
             )
 
     def _drop(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.stop()
+        fit, self._fit = self._fit, None
+        if fit is not None and fit.watch is not None:
+            fit.watch.stop()
 
     def _end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        watch = self._watch
-        if watch is None:
+        fit = self._fit
+        if fit is None or fit.watch is None:
             return
-        self._drop()
+        watch, fit.watch = fit.watch, None
+        watch.stop()
         report, saw_backward = watch.report, watch.saw_backward
         assert report is not None
         if is_pipelined(trainer):
             report, saw_backward = _of_all_stages(report, saw_backward, pl_module)
         if not saw_backward:
             return
-        self._is_due = False
+        self._fit = None
         self.records = report
         self.findings = find_problems(report, _asked_of(trainer, pl_module))
         rank_zero_info(f"{audit_table(report)}")

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,6 +21,42 @@ from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.resume.resumable_progress import ResumableProgress
+
+
+@dataclass
+class _Fit:
+    """What was asked of one fit, and the signal handlers that it has replaced."""
+
+    started: float = field(default_factory=time.monotonic)
+    asked_by: str | None = None  # the name of a signal
+    agreement: AsyncAnyRank = field(default_factory=AsyncAnyRank)
+    step: int = 0  # before the micro-batch at hand
+    handlers: dict[int, Any] = field(default_factory=dict)
+
+    def replace_handlers(self, signals: Iterable[str]) -> None:
+        """Has signals recorded, where that is possible."""
+        if threading.current_thread() is threading.main_thread():
+            for name in signals:
+                number = signal.Signals[name]
+                self.handlers[number] = signal.signal(number, self.on_signal)
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Records the first signal; a later one acts as it did before."""
+        if self.asked_by is None:
+            self.asked_by = signal.Signals(number).name
+            return
+        previous = self.handlers.get(number)
+        if callable(previous):
+            previous(number, frame)
+        elif previous == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def restore_handlers(self) -> None:
+        """Puts back what was there, unless Lightning already has."""
+        for number, handler in self.handlers.items():
+            if signal.getsignal(number) == self.on_signal:
+                signal.signal(number, handler)
 
 
 class StopAtBoundary(SettingsRepr, Callback):
@@ -96,11 +133,7 @@ class StopAtBoundary(SettingsRepr, Callback):
         self.filename = filename
         self.stopped_by: str | None = None
         self.path: Path | None = None
-        self._asked_by: str | None = None
-        self._previous: dict[int, Any] = {}
-        self._agreement = AsyncAnyRank()
-        self._started = 0.0
-        self._step = 0
+        self._fit = _Fit()
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
@@ -112,45 +145,28 @@ class StopAtBoundary(SettingsRepr, Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Installs signal handlers over Lightning's, and starts the clock."""
-        self.stopped_by = self._asked_by = self.path = None
-        self._agreement = AsyncAnyRank()
-        self._started = time.monotonic()
-        Patches.of(trainer).at_end(self._release)
-        if threading.current_thread() is threading.main_thread():
-            for name in self.signals:
-                number = signal.Signals[name]
-                self._previous[number] = signal.signal(number, self._on_signal)
+        self.stopped_by = self.path = None
+        self._fit = _Fit()
+        Patches.of(trainer).at_end(self._end)
+        self._fit.replace_handlers(self.signals)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked_by is None:
-            self._asked_by = signal.Signals(number).name
-            return
-        previous = self._previous.get(number)
-        if callable(previous):
-            previous(number, frame)
-        elif previous == signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+    def _end(self) -> None:
+        self._fit.restore_handlers()
+        self._fit = _Fit()
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Tells all ranks of a signal that came too late to stop a step, so that the script does not continue."""
         if self.stopped_by is not None:
             return
-        asked = self._asked_by is not None
-        self._agreement.ask(asked, pl_module.device)
+        fit = self._fit
+        asked = fit.asked_by is not None
+        fit.agreement.ask(asked, pl_module.device)
         # On several processes the answer comes with the next question.
-        if self._agreement.ask(asked, pl_module.device):
-            self.stopped_by = self._asked_by or "another rank"
+        if fit.agreement.ask(asked, pl_module.device):
+            self.stopped_by = fit.asked_by or "another rank"
             rank_zero_info(
                 f"StopAtBoundary: {self.stopped_by} came at the end of the run; no further checkpoint is written."
             )
-
-    def _release(self) -> None:
-        previous, self._previous = self._previous, {}
-        for number, handler in previous.items():
-            # Lightning may have put back what was there before it, already.
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, handler)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -158,18 +174,19 @@ class StopAtBoundary(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Notes the optimizer step, to see whether this micro-batch ends it."""
-        self._step = trainer.global_step
+        self._fit.step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Saves and stops at the end of a window once all ranks know of the request."""
-        if trainer.global_step == self._step or trainer.should_stop:
+        fit = self._fit
+        if trainer.global_step == fit.step or trainer.should_stop:
             return
-        timed_out = self.max_seconds is not None and time.monotonic() - self._started >= self.max_seconds
-        asked = timed_out or self._asked_by is not None
-        if self._agreement.ask(asked, pl_module.device):
-            self.stopped_by = self._asked_by or ("time" if timed_out else "another rank")
+        timed_out = self.max_seconds is not None and time.monotonic() - fit.started >= self.max_seconds
+        asked = timed_out or fit.asked_by is not None
+        if fit.agreement.ask(asked, pl_module.device):
+            self.stopped_by = fit.asked_by or ("time" if timed_out else "another rank")
             folder = self.dirpath if self.dirpath is not None else report_folder(trainer)
             self.path = folder / f"{self.filename.format(step=trainer.global_step)}.ckpt"
             trainer.save_checkpoint(self.path, weights_only=False)

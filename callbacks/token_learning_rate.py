@@ -78,8 +78,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         self._request = CooldownRequest()
         self._cooldown = 0.0
         self._end_tokens = 0
-        self._first_batch = True
-        self._warned = False
+        self._has_warned = False  # in this fit
 
     # -- how far the run is --------------------------------------------------------------------------------------------
 
@@ -191,6 +190,7 @@ class TokenLearningRate(SettingsRepr, Callback):
             # As torch's schedulers do: a distributed checkpoint is read only into what is there.
             initial_rates(optimizer)
         self._controller.before_each_step(lambda: self._set_step_rates(trainer))
+        self._controller.at_first_batch(lambda batch: self._inspect(trainer, batch))
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """Raises the errors of a fit before it starts; called by preflight.
@@ -210,7 +210,7 @@ class TokenLearningRate(SettingsRepr, Callback):
                 "TokenLearningRate does not know how long the run is. Give tokens=, or add a ChinchillaBudget of"
                 " tokens, tokens per parameter or flops; device_hours alone do not determine a number of tokens."
             )
-        self._first_batch, self._warned = True, bool(getattr(trainer, "fast_dev_run", False))
+        self._has_warned = bool(getattr(trainer, "fast_dev_run", False))
         if trainer.global_step and not counter.windows:
             rank_zero_warn(
                 f"TokenLearningRate: no callback counted the tokens of the {trainer.global_step:,} steps before; the"
@@ -261,10 +261,7 @@ class TokenLearningRate(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """Lets ranks agree on a cooldown where a window opens; looks at the first batch."""
-        if self._first_batch:
-            self._first_batch = False
-            self._inspect(trainer, batch)
+        """Lets ranks agree on a cooldown where a window opens."""
         if not self._controller.is_open:
             self._cooldown = self._request.agree(pl_module.device) or self._cooldown
 
@@ -301,8 +298,8 @@ class TokenLearningRate(SettingsRepr, Callback):
     def _warn_about_missed_end(self, run_tokens: int, run: str) -> None:
         assert self.horizon_tokens is not None
         fault = missed_end(self.schedule, self.horizon_tokens, run_tokens) if run_tokens > 0 else None
-        if fault is not None and not self._warned:
-            self._warned = True
+        if fault is not None and not self._has_warned:
+            self._has_warned = True
             rank_zero_warn(
                 f"TokenLearningRate: the horizon is {self.horizon_tokens:,} tokens and {run}: {fault}. Give the run's"
                 " own length, add a ChinchillaBudget and leave tokens= out, or call cooldown_now() before the end."

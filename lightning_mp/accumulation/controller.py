@@ -45,6 +45,7 @@ class _Fit:
     weighs: bool = False  # micro-batches have weights, as the first loss has settled
     boundary: AccumulationBoundary | None = None
     before_steps: list[Callable[[], None]] = field(default_factory=list)
+    at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
     is_in_backward: bool = False
 
 
@@ -162,6 +163,10 @@ class AccumulationController(Callback):
         """
         self._fit.before_steps.append(function)
 
+    def at_first_batch(self, function: Callable[[Any], None]) -> None:
+        """Calls ``function`` in this fit with its first micro-batch, once that is measured and its window is open."""
+        self._fit.at_first_batch.append(function)
+
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -262,7 +267,8 @@ class AccumulationController(Callback):
                 return
             if batch_idx % int(trainer.accumulate_grad_batches) == 0:
                 self.state = windows.close_early(self.state)
-        if fit.meter is None and (settings.weighting.weight_by is not None or not settings.follows_trainer):
+        is_first = fit.meter is None
+        if is_first and (settings.weighting.weight_by is not None or not settings.follows_trainer):
             fit.meter = self._inspect_first_batch(trainer, pl_module, batch)
         meter, opens, ends_run = fit.meter, not self.state.window.is_open, False
         if meter is None:
@@ -289,6 +295,9 @@ class AccumulationController(Callback):
         trainer.accumulate_grad_batches = AccumulateGradBatches(
             window.planned, batch_idx=batch_idx, opens=opens, closes=window.closes, total=settings.total_steps
         )
+        if is_first:
+            for function in fit.at_first_batch:
+                function(batch)
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""

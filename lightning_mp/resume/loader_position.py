@@ -24,12 +24,11 @@ from torch.utils.data import (
 
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.saved_state import COUNT, FLAG, Kind, checked_state, or_none
+from lightning_mp.core.saved_state import COUNT, FLAG, MAPPING, Kind, checked_state, or_none
 from lightning_mp.resume.random_numbers import RANDOM_STATE, captured, restore
 
 _CPU = torch.device("cpu")
 _END = object()
-_MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
 _GENERATORS = Kind(
     "a list of states of generators",
     lambda value: isinstance(value, list) and all(isinstance(state, Tensor) for state in value),
@@ -41,9 +40,9 @@ _KINDS = {
     "generators_at_start": _GENERATORS,
     "generators": _GENERATORS,
     "last": or_none(Kind("a hash", lambda value: isinstance(value, str))),
-    "split": or_none(_MAPPING),
+    "split": or_none(MAPPING),
     "is_over": FLAG,
-    "loader": _MAPPING,
+    "loader": MAPPING,
 }
 # These draw all numbers of an epoch at the first index, or from their own generator.
 _REPEATABLE = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -322,7 +321,7 @@ class StreamPosition:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has the next iterator, and no other, continue from a state."""
-        self._resume = checked_state(state, {"dataset": _MAPPING, "is_over": FLAG}, "a training dataset")
+        self._resume = checked_state(state, {"dataset": MAPPING, "is_over": FLAG}, "a training dataset")
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
         """A stream has none that are known."""

@@ -1,8 +1,9 @@
 """What a checkpoint says of epochs and data, so that a run continues with the very next batch."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,17 @@ from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.run_state import RunState
+
+
+@dataclass
+class _Fit:
+    """Loader states of one fit; kept until the next one, for a checkpoint that is written when it has ended."""
+
+    # Before the fetch before the last, and before the last, where they are needed.
+    before_fetches: deque[list[dict[str, Any]]] = field(default_factory=lambda: deque(maxlen=2))
+    at_start: list[dict[str, Any]] = field(default_factory=list)  # before the present loaders were first asked
+    at_end: list[dict[str, Any]] = field(default_factory=list)
+    ends_with_validation: bool = False
 
 
 class ResumableProgress(Callback):
@@ -58,15 +70,7 @@ class ResumableProgress(Callback):
     """
 
     def __init__(self) -> None:
-        # Loader states before the fetch before the last, and before the last, where they are needed.
-        self._before_fetches: deque[list[dict[str, Any]]] = deque(maxlen=2)
-        # The same, before the loaders that there are were first asked.
-        self._at_start: list[dict[str, Any]] = []
-        # Of a run that has ended.
-        self._at_end: list[dict[str, Any]] = []
-        self._ends_with_validation = False
-        #: Called in ``on_train_start``, before the epoch of a checkpoint continues or ends.
-        self.when_resumed: Callable[[], None] = _nothing
+        self._fit = _Fit()
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> "ResumableProgress":
@@ -84,9 +88,7 @@ class ResumableProgress(Callback):
         """Lets samplers know the epoch before their loader continues inside it."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        self._before_fetches.clear()
-        self._at_end, self._ends_with_validation = [], False
-        self.when_resumed = _nothing
+        self._fit = fit = _Fit()
 
         def process(dataloader: object) -> object:
             processed = patch.original(dataloader)
@@ -94,27 +96,27 @@ class ResumableProgress(Callback):
             return processed
 
         def begin(states: list[dict[str, Any]]) -> None:
-            self._at_start = states
-            if self._before_fetches:
-                self._before_fetches = deque([states], maxlen=2)
+            fit.at_start = states
+            if fit.before_fetches:
+                fit.before_fetches = deque([states], maxlen=2)
 
         patch = Patches.of(trainer).replace(trainer.strategy, "process_dataloader", process)
         private_loop_api.before_first_fetch(trainer, begin)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends the batch and the epoch that a checkpoint was written after."""
+        fit = self._fit
         private_loop_api.load_late_states(trainer)
-        self.when_resumed()
         if private_loop_api.end_resumed_epoch(trainer):
-            self._at_start = []  # the next epoch begins anew
+            fit.at_start = []  # the next epoch begins anew
         private_loop_api.end_resumed_batch(trainer)
         goes_back = saves_on_exception(trainer)
 
         if goes_back or private_loop_api.fetches_ahead(trainer):
-            self._before_fetches.append(self._at_start)
+            fit.before_fetches.append(fit.at_start)
 
         def keep(states: list[dict[str, Any]]) -> None:
-            self._before_fetches.append(deepcopy(states))  # a loader may hand out what its next fetch changes
+            fit.before_fetches.append(deepcopy(states))  # a loader may hand out what its next fetch changes
 
         private_loop_api.before_each_fetch(trainer, keep, always=goes_back)
 
@@ -129,6 +131,7 @@ class ResumableProgress(Callback):
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if progress is None:
             return
+        fit = self._fit
         skip_started_epoch(progress)
         reopen_epoch(progress, num_batches=trainer.num_training_batches)
         fetched = batches_to_do_again(trainer, progress)
@@ -136,16 +139,17 @@ class ResumableProgress(Callback):
             # Lightning counts the step of a batch that was in work when it continues, and again when it has made it.
             progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         # Where the run ended with a validation, Lightning ends that batch again when it continues, and counts its step.
-        progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= self._ends_with_validation
+        progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= fit.ends_with_validation
         # Those before the fetch of the first batch that is not done. The present ones are right if it was not fetched.
-        if self._at_end or 0 < fetched <= len(self._before_fetches):
-            progress["state_dict"]["combined_loader"] = self._at_end or self._before_fetches[-fetched]
+        if fit.at_end or 0 < fetched <= len(fit.before_fetches):
+            progress["state_dict"]["combined_loader"] = fit.at_end or fit.before_fetches[-fetched]
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the loaders' states, which Lightning resets after this."""
-        self._ends_with_validation = private_loop_api.is_validation_due(trainer)
-        fetches_ahead = private_loop_api.fetches_ahead(trainer) and self._before_fetches
-        self._at_end = self._before_fetches[-1] if fetches_ahead else deepcopy(private_loop_api.loader_states(trainer))
+        fit = self._fit
+        fit.ends_with_validation = private_loop_api.is_validation_due(trainer)
+        fetches_ahead = private_loop_api.fetches_ahead(trainer) and fit.before_fetches
+        fit.at_end = fit.before_fetches[-1] if fetches_ahead else deepcopy(private_loop_api.loader_states(trainer))
 
 
 def saves_on_exception(trainer: "pl.Trainer") -> bool:
@@ -164,10 +168,6 @@ def batches_to_do_again(trainer: "pl.Trainer", progress: Mapping[str, Any]) -> i
 def _is_in_work(progress: Mapping[str, Any]) -> bool:
     batches = progress["epoch_loop.batch_progress"]["current"]
     return bool(batches["ready"] > batches["processed"])
-
-
-def _nothing() -> None:
-    return None
 
 
 def skip_started_epoch(progress: dict[str, Any]) -> None:

@@ -177,7 +177,7 @@ class AsksToStop(Callback):
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == self.step:
-            self.stop._asked_by = "SIGTERM"
+            self.stop._fit.asked_by = "SIGTERM"
 
 
 @a_stream
