@@ -2,6 +2,7 @@
 
 import math
 from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -287,3 +288,31 @@ def test_modules_get_what_they_were_given():
             return output["y"]
 
     assert run(Outer(), torch.ones(2, 3)) is None
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@pytest.mark.parametrize("container", [tuple, lambda pair: Pair(*pair), lambda pair: OrderedDict(enumerate(pair))])
+def test_gradients_are_seen_in_containers_of_any_class(container):
+    """Also in one that cannot be made anew, so that the tensors in it stay what they were."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            pair = self.inner(x)
+            return pair[0] + pair[1]
+
+    class Inner(nn.Module):
+        def forward(self, x):
+            return container((2 * x, 3 * x))
+
+    with TensorWatch(model := Outer()) as watch:
+        model(torch.ones(2, requires_grad=True)).sum().backward()
+    roles = [observation.place.role for observation in watch.observations()]
+    assert roles.count("output_gradient") == 2

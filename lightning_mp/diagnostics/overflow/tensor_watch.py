@@ -1,9 +1,8 @@
 """Watches every tensor that modules exchange during one forward and backward."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from typing import Any, Self
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core.messages import WarnOnce
-from lightning_mp.core.nested_tensors import why_unreadable
+from lightning_mp.core.nested_tensors import named_tensors_in, why_unreadable
 from lightning_mp.core.uncopied import RunHook
 from lightning_mp.diagnostics.overflow.observations import (
     OverflowObservation,
@@ -77,12 +76,8 @@ class TensorWatch:
 
     def note(self, place: Place, value: Any) -> None:
         """Reads all tensors in a structure that is no module's."""
-
-        def visit(path: str, tensor: Tensor, replaceable: bool) -> Tensor:
-            self._note(Place(place.role, place.module, place.module_class, place.tensor + path), tensor)
-            return tensor
-
-        _map_tensors(value, visit)
+        for path, tensor in named_tensors_in(value, place.tensor):
+            self._note(Place(place.role, place.module, place.module_class, path), tensor)
 
     def observations(self) -> list[OverflowObservation]:
         """All that was seen, in order; waits for the device."""
@@ -182,20 +177,14 @@ def _argument_names(module: nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in positional]
 
 
-def _map_tensors(value: Any, visit: _Visit, path: str = "", replaceable: bool = True) -> Any:
+def _map_tensors(value: Any, visit: _Visit, path: str = "") -> Any:
     """Visits every tensor in nested containers; plain tuples, lists and dicts are made anew with what comes back."""
+    if type(value) in (tuple, list):
+        return type(value)(_map_tensors(member, visit, f"{path}[{i}]") for i, member in enumerate(value))
+    if type(value) is dict:
+        return {key: _map_tensors(member, visit, f"{path}[{key!r}]") for key, member in value.items()}
     if isinstance(value, Tensor):
-        return visit(path, value, replaceable)
-    if isinstance(value, tuple | list):
-        members = [_map_tensors(member, visit, f"{path}[{i}]", replaceable) for i, member in enumerate(value)]
-        if not replaceable or type(value) not in (tuple, list):
-            return value
-        return type(value)(members)
-    if isinstance(value, Mapping):
-        plain = replaceable and type(value) is dict
-        mapped = {key: _map_tensors(member, visit, f"{path}[{key!r}]", plain) for key, member in value.items()}
-        return mapped if plain else value
-    if is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            _map_tensors(getattr(value, field.name, None), visit, f"{path}.{field.name}", False)
+        return visit(path, value, True)
+    for inner_path, tensor in named_tensors_in(value, path):
+        visit(inner_path, tensor, False)
     return value
