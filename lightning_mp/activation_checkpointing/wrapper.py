@@ -21,7 +21,7 @@ from lightning_mp.activation_checkpointing.cost import StepCost
 from lightning_mp.core.devices import default_dtype
 from lightning_mp.core.messages import listed
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.modules.forward_wrapper import unwrap_forward
+from lightning_mp.modules.forward_wrapper import WrappedForwards
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 
 
@@ -170,18 +170,18 @@ class CheckpointedModules:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.switch = CheckpointSwitch()
         self.is_counted = False
-        self._wrapped: list[tuple[nn.Module, partial[Any]]] = []
+        self._forwards = WrappedForwards()
+        self._states: list[CheckpointedState] = []
         self._before_step: list[FoundBuffers] = []
         for module in modules:
-            wrapper = partial(run_checkpointed, module.forward, self.switch, CheckpointedState(module))
-            module.forward = wrapper
-            self._wrapped.append((module, wrapper))
+            self._states.append(CheckpointedState(module))
+            self._forwards.wrap(module, run_checkpointed, self.switch, self._states[-1])
         self.switch.on = True
 
     def begin_compiled_step(self) -> None:
         """Notes the buffers before the first forward of a compiled model, which no context can be put around."""
-        for _, wrapper in self._wrapped:
-            found = FoundBuffers(wrapper.args[2].buffers)
+        for state in self._states:
+            found = FoundBuffers(state.buffers)
             found.note()
             self._before_step.append(found)
 
@@ -212,9 +212,8 @@ class CheckpointedModules:
         """Restores every module's own forward; where other code wrapped it meanwhile, only switches the wrapper off."""
         self.end_counting()
         self.switch.on = False
-        for module, wrapper in reversed(self._wrapped):
-            unwrap_forward(module, wrapper)
-        self._wrapped.clear()
+        self._forwards.undo()
+        self._states.clear()
         self._before_step.clear()
 
 

@@ -1,4 +1,4 @@
-"""A module's ``forward`` wrapped on the instance, and taken off again."""
+"""Forwards of modules wrapped on the instance, and restored again."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +8,29 @@ import torch
 from torch import nn
 
 
-def unwrap_forward(module: nn.Module, wrapper: "partial[Any]") -> None:
+class WrappedForwards:
+    """Modules whose forwards are wrapped until :meth:`undo`.
+
+    Not by :mod:`lightning_mp.core.patches`: a copy of a module keeps its wrapper, which calls the copy's own forward.
+    """
+
+    def __init__(self) -> None:
+        self._wrapped: list[tuple[nn.Module, partial[Any]]] = []
+
+    def wrap(self, module: nn.Module, function: Callable[..., Any], *arguments: Any) -> None:
+        """Has ``function`` called in place of the forward, with the forward, these arguments and those of the call."""
+        wrapper = partial(function, module.forward, *arguments)
+        module.forward = wrapper
+        self._wrapped.append((module, wrapper))
+
+    def undo(self) -> None:
+        """Restores every module's own forward, unless other code has wrapped it meanwhile."""
+        for module, wrapper in reversed(self._wrapped):
+            _unwrap(module, wrapper)
+        self._wrapped.clear()
+
+
+def _unwrap(module: nn.Module, wrapper: "partial[Any]") -> None:
     """Takes a wrapper off a module, also from below another of the pack's; not from below other code's."""
     inner, outer = wrapper.args[0], vars(module).get("forward")
     if outer is wrapper:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_mp.policy.module_rules import ForwardRules, PolicyScope
+from lightning_mp.policy.module_rules import PolicyScope, wrap_forwards
 from lightning_mp.policy.operation_rules import OperationRules, operation_rules
 from lightning_mp.policy.policy import PolicyLike, PrecisionPolicy
 
@@ -30,7 +30,7 @@ class AppliedPolicy:
         self._scope = PolicyScope(device_type)
         rules = operation_rules(self.resolved, device_type)
         self._operations = OperationRules(rules, self._scope) if rules else None
-        self._forwards = ForwardRules(model, self.resolved, self._scope, opaque)
+        self._forwards = wrap_forwards(model, self.resolved, self._scope, opaque)
 
     @contextmanager
     def in_force(self, low: torch.dtype | None) -> Iterator[None]:
@@ -44,7 +44,7 @@ class AppliedPolicy:
 
     def detach(self) -> None:
         """Gives the modules their own forwards back."""
-        self._forwards.detach()
+        self._forwards.undo()
 
 
 def read_policy(policy: PolicyLike | None, scaler: object, instead: str) -> PrecisionPolicy | None:

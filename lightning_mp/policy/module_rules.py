@@ -6,7 +6,6 @@ through such a call without a graph break, and a deep copy of the module gets it
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +13,12 @@ from torch import Tensor, nn
 
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import WarnOnce
-from lightning_mp.modules.forward_wrapper import takes_hooks, unwrap_forward
+from lightning_mp.modules.forward_wrapper import WrappedForwards, takes_hooks
 from lightning_mp.modules.names import named_modules
-from lightning_mp.policy.rules import LOW, Dtype
+from lightning_mp.policy.rules import DTYPES, LOW, Dtype
 
 if TYPE_CHECKING:
     from lightning_mp.policy.resolved import ResolvedPolicy
-
-_CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PolicyScope:
@@ -53,7 +50,7 @@ class PolicyScope:
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """Casts fp32 and 16-bit tensors, also inside of tuples, lists and dicts; leaves everything else alone."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype in _CAST else value
+        return value.to(dtype) if value.dtype in DTYPES else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_tensors(item, dtype) for item in value))
     if type(value) in (tuple, list):
@@ -70,7 +67,7 @@ def dtypes_to_cast(value: Any) -> set[torch.dtype]:
     ['torch.float16', 'torch.float32']
     """
     if isinstance(value, Tensor):
-        return {value.dtype} & {*_CAST}
+        return {value.dtype} & {*DTYPES}
     if isinstance(value, tuple | list):
         return {dtype for item in value for dtype in dtypes_to_cast(item)}
     return dtypes_to_cast(list(value.values())) if type(value) is dict else set()
@@ -101,45 +98,32 @@ def run_opaque(forward: Callable[..., Any], scope: PolicyScope, *args: Any, **kw
         return forward(*args, **kwargs)
 
 
-class ForwardRules:
-    """The covered modules of one model, with their forwards wrapped until :meth:`detach`.
+def wrap_forwards(
+    model: nn.Module, policy: "ResolvedPolicy", scope: PolicyScope, opaque: Iterable[nn.Module] = ()
+) -> WrappedForwards:
+    """Wraps the forwards of all modules that rules cover.
 
     What a "low" rule covers is wrapped only if some rule requests another dtype: else it runs in that dtype anyway.
     """
-
-    def __init__(
-        self, model: nn.Module, policy: "ResolvedPolicy", scope: PolicyScope, opaque: Iterable[nn.Module] = ()
-    ) -> None:
-        self._wrapped: list[tuple[nn.Module, partial[Any]]] = []
-        for module in opaque:
-            self._wrap(module, partial(run_opaque, module.forward, scope))
-        dtypes = {module.name: module.dtype for module in policy.modules}
-        if not set(dtypes.values()) - {LOW, None}:
-            return
-        seen: set[int] = set()
-        compiled = _inside_torchscript(model)
-        warn_once = WarnOnce("PrecisionPolicy")
-        for name, module in named_modules(model):
-            dtype = dtypes.get(name)
-            if dtype is None or id(module) in seen:
-                continue
-            seen.add(id(module))
-            if module in compiled:
-                warn_once.warn(
-                    f"module {name!r}", "a TorchScript module runs in one precision, that of the outermost one"
-                )
-                continue
-            self._wrap(module, partial(run_covered, module.forward, scope, dtype))
-
-    def _wrap(self, module: nn.Module, wrapper: "partial[Any]") -> None:
-        module.forward = wrapper
-        self._wrapped.append((module, wrapper))
-
-    def detach(self) -> None:
-        """Restores every module's own forward, unless other code has wrapped it meanwhile."""
-        for module, wrapper in reversed(self._wrapped):
-            unwrap_forward(module, wrapper)
-        self._wrapped.clear()
+    wrapped = WrappedForwards()
+    for module in opaque:
+        wrapped.wrap(module, run_opaque, scope)
+    dtypes = {module.name: module.dtype for module in policy.modules}
+    if not set(dtypes.values()) - {LOW, None}:
+        return wrapped
+    seen: set[int] = set()
+    compiled = _inside_torchscript(model)
+    warn_once = WarnOnce("PrecisionPolicy")
+    for name, module in named_modules(model):
+        dtype = dtypes.get(name)
+        if dtype is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        if module in compiled:
+            warn_once.warn(f"module {name!r}", "a TorchScript module runs in one precision, that of the outermost one")
+            continue
+        wrapped.wrap(module, run_covered, scope, dtype)
+    return wrapped
 
 
 def _inside_torchscript(model: nn.Module) -> set[nn.Module]:
