@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, is_complete, marker_path
-from lightning_mp.checkpoints.folder_values import read_values
 from lightning_mp.checkpoints.sharded import REST, is_sharded_checkpoint
 
 # Keys of the weights: Lightning's FSDPStrategy, and all others.
@@ -87,7 +86,7 @@ def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
 def _read(folder: Path, weights_only: bool) -> dict[str, Any]:
     """All that the shards hold, as it was nested when it was saved."""
     # Brings seventy modules of torch along, so not at the top.
-    from lightning_mp.checkpoints.checked_folder import CheckedReader
+    from lightning_mp.checkpoints.checked_folder import CheckedReader, read_values
 
     metadata = CheckedReader(folder).read_metadata()
     with warnings.catch_warnings():

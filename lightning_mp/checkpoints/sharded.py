@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.folder_values import read_values
 from lightning_mp.checkpoints.single_file import load_full_checkpoint, refuse_other_names, refuse_other_number
 from lightning_mp.core.messages import listed
 
@@ -148,7 +147,7 @@ def _load_optimizer(
 ) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    from lightning_mp.checkpoints.checked_folder import load_shards
+    from lightning_mp.checkpoints.checked_folder import load_shards, read_values
 
     optimizer.zero_grad()
     with without_synthetic_step(optimizer):

@@ -2,19 +2,20 @@
 
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn import functional as F
 
 from lightning_mp.checkpoints.fused_qkv import hold_in_rank_order
 from lightning_mp.core import private_api
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.tensor_parallel.dtensor_edges import local_part, unreduced
 from lightning_mp.tensor_parallel.known_models import Style, class_path
-from lightning_mp.tensor_parallel.vocab_parallel_embedding import look_up_in_parts
 from lightning_mp.tensor_parallel.vocab_parallel_logits import split_logits
 from lightning_mp.tensor_parallel.vocab_parallel_ops import VocabParallelSplit
 
@@ -153,3 +154,43 @@ def _split_parameters(layer: nn.Module, mesh: DeviceMesh, placements: Mapping[st
     for name, parameter in list(layer.named_parameters(recurse=False)):
         split = distribute_tensor(parameter.detach(), mesh, [placements[name]])
         layer.register_parameter(name, nn.Parameter(split, parameter.requires_grad))
+
+
+def why_not_in_parts(embedding: nn.Module) -> str | None:
+    """What a table does that needs all of its rows on one rank; None if it does nothing of that kind.
+
+    >>> why_not_in_parts(nn.Embedding(4, 2, max_norm=1.0))
+    'max_norm=1.0'
+    >>> why_not_in_parts(nn.Embedding(4, 2, padding_idx=0))
+    """
+    assert isinstance(embedding, nn.Embedding)
+    if embedding.max_norm is not None:
+        return f"max_norm={embedding.max_norm}"
+    for name in ("scale_grad_by_freq", "sparse"):
+        if getattr(embedding, name):
+            return f"{name}=True"
+    return None
+
+
+def look_up_in_parts(embedding: nn.Module, mesh: DeviceMesh) -> None:
+    """Lets a table whose weight is split by rows take ids of the whole vocabulary and give whole rows, on every rank.
+
+    A rank looks up its own ids and has zeros for those of others; an all-reduce adds them up. torch's
+    ``RowwiseParallel`` does the same with a mask inside of a placement, which torch.compile cannot trace.
+    """
+    assert isinstance(embedding, nn.Embedding)
+    embedding.forward = partial(_rows, embedding, mesh)  # type: ignore[method-assign]
+
+
+def _rows(embedding: nn.Embedding, mesh: DeviceMesh, ids: Tensor) -> Tensor:
+    weight = embedding.weight
+    assert isinstance(weight, DTensor)
+    part = weight.to_local()
+    own = ids - mesh.get_local_rank() * part.shape[0]
+    others = (own < 0) | (own >= part.shape[0])
+    rows = F.embedding(own.masked_fill(others, 0), part).masked_fill(others.unsqueeze(-1), 0)
+    padding = embedding.padding_idx
+    if padding is not None:  # the row of padding gets no gradient
+        rows = rows.detach().where((ids == padding).unsqueeze(-1), rows)
+    summed = DTensor.from_local(rows, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    return local_part(summed)

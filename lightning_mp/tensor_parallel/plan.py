@@ -10,9 +10,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.names import named_modules, near_misses
 from lightning_mp.tensor_parallel.known_models import Style, automatic_styles, class_path, head_counts
-from lightning_mp.tensor_parallel.layers import CONV1D, split_dimension
+from lightning_mp.tensor_parallel.layers import CONV1D, split_dimension, why_not_in_parts
 from lightning_mp.tensor_parallel.sequence_parallel import can_take_parts
-from lightning_mp.tensor_parallel.vocab_parallel_embedding import why_not_in_parts
 
 Automatic = Literal["auto", "auto_sequence"]
 """Plans that are made for the models of :mod:`~lightning_mp.tensor_parallel.known_models`."""
