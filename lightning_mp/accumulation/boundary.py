@@ -58,7 +58,7 @@ class AccumulationBoundary:
         self._min_steps = self._loop.min_steps
         self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, sync)
         if checkpoints_wait:
-            DeferredCheckpoints(trainer, is_open).attach()
+            defer_checkpoints(trainer, is_open)
         self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if carries_over else None
         self.acts_at_ends = self._reductions is not None or carries_over
         self.before_step: Callable[[], Any] | None = None
@@ -103,74 +103,73 @@ class AccumulationBoundary:
         if self._reductions is not None:
             self._reductions.detach()
         if self._carry_over is not None:
-            self._carry_over.detach()
+            self._carry_over.restore_end()
 
 
-class DeferredCheckpoints:
+def defer_checkpoints(trainer: "pl.Trainer", is_open: Callable[[], bool]) -> None:
     """Keeps every ``ModelCheckpoint`` of a Trainer from writing inside an open window, whose gradient is in no file.
 
     A checkpoint that comes due there (a time interval, a validation in the middle, the first micro-batch after a
     resume) is written after the window's optimizer step, with the metrics it was to be judged by. Where it is judged by
     a metric, these are not those of the weights in the file, which is said once. A checkpoint of weights alone has no
-    gradient to lose, and is written at once. All hooks are public and wrapped on the instance for the time of one
-    ``fit``.
+    gradient to lose, and is written at once.
     """
+    has_reported = False
 
-    def __init__(self, trainer: "pl.Trainer", is_open: Callable[[], bool]) -> None:
-        self._trainer = trainer
-        self._is_open = is_open
-        self._has_reported = False
-
-    def attach(self) -> None:
-        """Starts holding."""
-        for callback in self._trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
-                self._hold(callback)
-
-    def _hold(self, checkpoint: ModelCheckpoint) -> None:
-        postponed = epoch_postponed = False
-
-        def on_train_batch_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any, **kw: Any) -> None:
-            nonlocal postponed, epoch_postponed
-            if self._is_open():
-                return
-            batch_end.original(trainer, pl_module, *args, **kw)
-            if postponed:
-                postponed = False
-                validation_end.original(trainer, pl_module)
-            if epoch_postponed:
-                epoch_postponed = False
-                epoch_end.original(trainer, pl_module)
-
-        def on_validation_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-            nonlocal postponed
-            if self._is_open():
-                postponed = True
-                self._report(checkpoint)
-            else:
-                validation_end.original(trainer, pl_module)
-
-        def on_train_epoch_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-            nonlocal epoch_postponed
-            if self._is_open():
-                epoch_postponed = True
-            else:
-                epoch_end.original(trainer, pl_module)
-
-        patches = Patches.of(self._trainer)
-        batch_end = patches.replace(checkpoint, "on_train_batch_end", on_train_batch_end)
-        validation_end = patches.replace(checkpoint, "on_validation_end", on_validation_end)
-        epoch_end = patches.replace(checkpoint, "on_train_epoch_end", on_train_epoch_end)
-
-    def _report(self, checkpoint: ModelCheckpoint) -> None:
-        if checkpoint.monitor is None or self._trainer.sanity_checking or self._has_reported:
+    def report(checkpoint: ModelCheckpoint) -> None:
+        nonlocal has_reported
+        if checkpoint.monitor is None or trainer.sanity_checking or has_reported:
             return
-        self._has_reported = True
+        has_reported = True
         rank_zero_warn(
             f"ModelCheckpoint(monitor={checkpoint.monitor!r}) validated inside an accumulation window and saves at its"
             " end, one optimizer step later. Make val_check_interval a multiple of the micro-batches per step, or use"
             " save_weights_only=True or AccumulationScheduler(save_partial_gradients=True)."
         )
+
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
+            _defer(callback, Patches.of(trainer), is_open, report)
+
+
+def _defer(
+    checkpoint: ModelCheckpoint,
+    patches: Patches,
+    is_open: Callable[[], bool],
+    report: Callable[[ModelCheckpoint], None],
+) -> None:
+    postponed = epoch_postponed = False
+
+    def on_train_batch_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any, **kw: Any) -> None:
+        nonlocal postponed, epoch_postponed
+        if is_open():
+            return
+        batch_end.original(trainer, pl_module, *args, **kw)
+        if postponed:
+            postponed = False
+            validation_end.original(trainer, pl_module)
+        if epoch_postponed:
+            epoch_postponed = False
+            epoch_end.original(trainer, pl_module)
+
+    def on_validation_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        nonlocal postponed
+        if is_open():
+            postponed = True
+            report(checkpoint)
+        else:
+            validation_end.original(trainer, pl_module)
+
+    def on_train_epoch_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        nonlocal epoch_postponed
+        if is_open():
+            epoch_postponed = True
+        else:
+            epoch_end.original(trainer, pl_module)
+
+    batch_end = patches.replace(checkpoint, "on_train_batch_end", on_train_batch_end)
+    validation_end = patches.replace(checkpoint, "on_validation_end", on_validation_end)
+    epoch_end = patches.replace(checkpoint, "on_train_epoch_end", on_train_epoch_end)
 
 
 def another_epoch_follows(trainer: "pl.Trainer") -> bool:
@@ -182,10 +181,9 @@ class CarryOverEpochs:
     """Keeps Lightning from making an optimizer step at the end of an epoch while a window is open.
 
     Lightning steps with the last micro-batch of every epoch. While that micro-batch runs, the epoch is made to look
-    endless. When it is over the epoch ends as always:
-    schedulers that count epochs step, validation runs, ``on_train_epoch_end`` is called. Two things that Lightning does
-    there, in the belief that a step was made, are held back: it zeroes the gradients for validation, and it counts a
-    step for the x axis of loggers.
+    endless. When it is over the epoch ends as always: schedulers that count epochs step, validation runs,
+    ``on_train_epoch_end`` is called. Two things that Lightning does there, in the belief that a step was made, are held
+    back: it zeroes the gradients for validation, and it counts a step for the x axis of loggers.
     """
 
     def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", is_open: Callable[[], bool]) -> None:
@@ -210,15 +208,12 @@ class CarryOverEpochs:
         """If an end was hidden: the micro-batch is over, and the epoch ends now."""
         if self._hidden is None:
             return
-        self._show()
+        self.restore_end()
         self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         private_loop_api.undo_logged_step(self._trainer)
 
-    def detach(self) -> None:
-        """Leaves everything as it was."""
-        self._show()
-
-    def _show(self) -> None:
+    def restore_end(self) -> None:
+        """Lets Lightning see the end that was hidden, if one was."""
         if self._hidden is not None:
             private_loop_api.replace_end_of_epoch(self._trainer, self._hidden)
             self._hidden = None
