@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from lightning_mp.core.messages import aligned
+
 _WIDEST = 120
 _PIPED = 80
 # Of arguments of Python functions whose option has another name.
@@ -49,14 +51,8 @@ def table_lines(rows: Sequence[Sequence[str]], room: int | None = None, left: Se
     lines: list[str] = []
     for columns in _fitting(widths, room):
         lines += [""] if lines else []
-        for row in rows:
-            cells = (
-                row[column].ljust(widths[column])
-                if column == 0 or rows[0][column] in left
-                else row[column].rjust(widths[column])
-                for column in columns
-            )
-            lines.append("  " + "  ".join(cells).rstrip())
+        at_left = [place for place, column in enumerate(columns) if column == 0 or rows[0][column] in left]
+        lines += [f"  {line}" for line in aligned([[row[column] for column in columns] for row in rows], at_left)]
     return lines
 
 

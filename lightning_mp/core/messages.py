@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -43,9 +43,22 @@ def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     >>> text_table(("name", "dtype"), [("net.0", "fp32")])
     ['name   dtype', '------------', 'net.0  fp32']
     """
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
-    return [lines[0], "-" * (sum(widths) + 2 * (len(head) - 1)), *lines[1:]]
+    lines = aligned([head, *rows], left=range(len(head)))
+    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Lines of a table without a rule; the columns ``left`` are aligned left, the others right.
+
+    >>> aligned([("dtype", "bytes"), ("fp32", "4")])
+    ['dtype  bytes', 'fp32       4']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if column in left else str.rjust for column in range(len(widths))]
+    return [
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 class WarnOnce:

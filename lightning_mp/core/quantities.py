@@ -8,8 +8,11 @@ from typing import SupportsFloat
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"(?P<number>[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s?(?P<suffix>[kKmMbBtT]?)")
 
+Quantity = str | SupportsFloat
+"""A number, or a text that these functions read."""
 
-def parse_quantity(value: str | SupportsFloat, name: str) -> float:
+
+def parse_quantity(value: Quantity, name: str) -> float:
     """Reads a positive count, whatever way it was written."""
     number = _number(value, name)
     if not (number > 0 and math.isfinite(number)):
@@ -24,7 +27,7 @@ _FLOPS = re.compile(
 _SECONDS_PER_DAY = 86_400
 
 
-def parse_flops(value: str | SupportsFloat, name: str) -> float:
+def parse_flops(value: Quantity, name: str) -> float:
     """Reads an amount of compute: a quantity, or one with the unit FLOP, or F-days for FLOP/s over days.
 
     >>> parse_flops("1e21", "flops"), parse_flops("1EFLOP", "flops"), parse_flops("5PF-days", "flops")
@@ -41,7 +44,7 @@ def parse_flops(value: str | SupportsFloat, name: str) -> float:
     return parse_quantity(match["number"], name) * _FLOP_UNITS[match["unit"].upper()] * days
 
 
-def parse_fraction(value: str | SupportsFloat, name: str) -> float:
+def parse_fraction(value: Quantity, name: str) -> float:
     """Reads a share of a whole: a number over 0 and at most 1, or a percentage.
 
     >>> parse_fraction("40%", "mfu"), parse_fraction(0.4, "mfu")
@@ -63,7 +66,7 @@ def parse_fraction(value: str | SupportsFloat, name: str) -> float:
 _BYTE_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def parse_bytes(value: str | SupportsFloat, name: str) -> float:
+def parse_bytes(value: Quantity, name: str) -> float:
     """Reads an amount of memory: a quantity, or one with a unit, of which GB is 10^9 and GiB 2^30 bytes.
 
     >>> parse_bytes("80GB", "memory"), parse_bytes("1.5 GiB", "memory"), parse_bytes("40e9", "memory")
@@ -76,7 +79,7 @@ def parse_bytes(value: str | SupportsFloat, name: str) -> float:
     return parse_quantity(value, name)
 
 
-def _number(value: str | SupportsFloat, name: str) -> float:
+def _number(value: Quantity, name: str) -> float:
     if isinstance(value, str):
         text = value.strip()
         match = _NUMBER.fullmatch(text)

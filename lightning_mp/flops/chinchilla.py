@@ -4,9 +4,8 @@ Hoffmann et al. 2022, "Training Compute-Optimal Large Language Models" (arXiv:22
 number of tokens stays between 20.0 and 21.6 per parameter from 400 million to 10 trillion parameters.
 """
 
-from typing import SupportsFloat
-
 from lightning_mp.core.arguments import positive_quantity
+from lightning_mp.core.quantities import Quantity
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al. 2022, Table 3 (Approach 1), rounded."""
@@ -15,9 +14,7 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6
 """2 forward and 4 backward: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1."""
 
 
-def tokens_for(
-    parameters: str | SupportsFloat, tokens_per_parameter: str | SupportsFloat = TOKENS_PER_PARAMETER
-) -> int:
+def tokens_for(parameters: Quantity, tokens_per_parameter: Quantity = TOKENS_PER_PARAMETER) -> int:
     """Training tokens that match a model size under the rule of a fixed ratio.
 
     Args:
@@ -52,7 +49,7 @@ def tokens_for(
     return tokens
 
 
-def training_flops(parameters: str | SupportsFloat, tokens: str | SupportsFloat) -> float:
+def training_flops(parameters: Quantity, tokens: Quantity) -> float:
     """Training compute C = 6 N D, attention scores not counted.
 
     Args:

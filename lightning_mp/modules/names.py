@@ -41,6 +41,15 @@ def is_inside(name: str, outer: str) -> bool:
     return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
+def numbers_as_stars(name: str) -> str:
+    """What names that differ only in numbers have in common.
+
+    >>> numbers_as_stars("blocks.10.fc2")
+    'blocks.*.fc2'
+    """
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
 def parameter_names(model: nn.Module) -> list[str]:
     """Names of all parameters, in the order of ``model.parameters()``, without what wrappers put into them."""
     names = {

@@ -2,13 +2,18 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import SupportsFloat
 
 from lightning_mp.core.arguments import whole_quantity
-from lightning_mp.core.quantities import parse_flops, parse_fraction, parse_quantity
+from lightning_mp.core.quantities import Quantity, parse_flops, parse_fraction, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 from lightning_mp.flops.hardware import chip_of, dtype_on
-from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, PlannedRun, compute_optimal, warn_far_outside
+from lightning_mp.planning.scaling_laws.optimum import (
+    SECONDS_PER_HOUR,
+    ComputeOptimal,
+    PlannedRun,
+    compute_optimal,
+    warn_far_outside,
+)
 from lightning_mp.planning.scaling_laws.scaling_law import (
     DEFAULT_LAW,
     MUENNIGHOFF_2023,
@@ -16,9 +21,6 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
     ScalingLaw,
     find_law,
 )
-
-_Quantity = str | SupportsFloat
-_SECONDS_PER_HOUR = 3600
 
 USUAL_MFU = (0.3, 0.5)
 """Where none is measured: PaLM reports 46% (Chowdhery et al. 2022, table 3), Llama 3 405B 38 to 43% (Dubey et al. 2024,
@@ -34,10 +36,10 @@ class TrainingRun(PlannedRun):
 
 def training_run(
     *,
-    parameters: _Quantity | None = None,
-    tokens: _Quantity | None = None,
-    flops: _Quantity | None = None,
-    unique_tokens: _Quantity | None = None,
+    parameters: Quantity | None = None,
+    tokens: Quantity | None = None,
+    flops: Quantity | None = None,
+    unique_tokens: Quantity | None = None,
     law: str | ScalingLaw = DEFAULT_LAW,
 ) -> TrainingRun:
     """A run given by two of parameters, tokens and FLOPs, with the loss that a law predicts for it.
@@ -110,13 +112,13 @@ class RunTime:
 
 
 def run_time(
-    flops: _Quantity,
+    flops: Quantity,
     *,
     device: str,
     gpus: float | str = 1,
     dtype: str | None = None,
-    mfu: _Quantity | None = None,
-    price: _Quantity | None = None,
+    mfu: Quantity | None = None,
+    price: Quantity | None = None,
 ) -> RunTime:
     """Time, GPU hours and cost of a number of FLOPs.
 
@@ -141,7 +143,7 @@ def run_time(
     dtype = dtype_on(chip, dtype)
     low, high = USUAL_MFU if mfu is None else (parse_fraction(mfu, "mfu"),) * 2
     operations, count = parse_flops(flops, "flops"), whole_quantity(gpus, "gpus")
-    fastest, slowest = (operations / (share * chip.peak_flops[dtype]) / _SECONDS_PER_HOUR for share in (high, low))
+    fastest, slowest = (operations / (share * chip.peak_flops[dtype]) / SECONDS_PER_HOUR for share in (high, low))
     each = None if price is None else parse_quantity(price, "price")
     return RunTime(
         chip=chip.name,

@@ -1,6 +1,5 @@
 """What a policy resolved to, as a table: plain text, or with rich where that is installed."""
 
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from lightning_mp.core.messages import text_table
+from lightning_mp.modules.names import numbers_as_stars
 from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR, by_autocast
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
 
@@ -87,7 +87,6 @@ class ResolvedPolicy:
 
 
 HEAD = ("what", "rule", "dtype")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _MOST_OPERATIONS = 6
 _SHOWN_OPERATIONS = 4
 
@@ -129,7 +128,7 @@ def _module_texts(policy: "ResolvedPolicy", number: int) -> Iterator[str]:
     groups: dict[str, list[PolicyModule]] = {}
     for module in policy.modules:
         if module.rule == number and not _follows_its_parent(module, by_name):
-            groups.setdefault(_NUMBER.sub("*", module.name), []).append(module)
+            groups.setdefault(numbers_as_stars(module.name), []).append(module)
     for pattern, modules in groups.items():
         first = modules[0].name or "(the model)"
         yield first if len(modules) == 1 else f"{pattern} ({len(modules)} modules)"

@@ -19,7 +19,7 @@ LOW: Literal["low"] = "low"
 Dtype = torch.dtype | Literal["low"]
 """What a rule requests."""
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES = ("fp32", "bf16", "fp16", LOW)
 _Kind = Literal["module", "re", "class", "op"]
 
@@ -105,11 +105,11 @@ def _parse_dtype(pattern: Any, dtype: Any) -> Dtype:
     if dtype == LOW:
         return LOW
     found = FORMATS[dtype].torch_dtype if isinstance(dtype, str) and dtype in FORMATS else dtype
-    if found in _DTYPES:
+    if found in DTYPES:
         return found
     raise ValueError(
         f"The rule {pattern!r}: {dtype!r} has no dtype that autocast can run in. Use one of {', '.join(_NAMES)}"
-        f" (the 16 bit of the plugin), or one of {', '.join(str(row) for row in _DTYPES)}."
+        f" (the 16 bit of the plugin), or one of {', '.join(str(row) for row in DTYPES)}."
     )
 
 

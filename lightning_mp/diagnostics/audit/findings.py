@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.audit.operations import candidates
-from lightning_mp.diagnostics.audit.records import AuditReport, OperationRecord
+from lightning_mp.diagnostics.audit.records import LOW, AuditReport, OperationRecord
 from lightning_mp.diagnostics.audit.requested import RequestedPrecision
 from lightning_mp.policy.operations import by_autocast
 
@@ -27,7 +27,6 @@ shapes (dropout on a CPU, say); softmaxes and norms that autocast leaves in 16 b
 fp32; products with a vector.
 """
 
-_LOW = ("bf16", "fp16")
 _K = TypeVar("_K")
 # What overflows or loses digits in a norm that is written by hand.
 _PARTS_OF_NORMS = ("pow", "mean", "sum", "var", "var_mean", "std", "linalg_vector_norm")
@@ -95,11 +94,11 @@ def _not_active(report: AuditReport, asked: RequestedPrecision) -> Iterator[Audi
 def _wrong_products(forward: Sequence[OperationRecord], asked: RequestedPrecision) -> Iterator[AuditFinding]:
     """Products in a format that neither the plugin nor the policy requests."""
     products = [row for row in forward if row.kind == "matmul" and not asked.by_policy(row)]
-    if asked.base in _LOW:
+    if asked.base in LOW:
         in_fp32 = [row for row in products if row.compute == "fp32" and not _is_left_to_torch(row, forward)]
         for operation, rows in _grouped(in_fp32, lambda row: row.operation).items():
             yield _fp32_product(operation, rows, asked)
-    others = [row for row in products if row.compute in _LOW and asked.base in ("fp16", "bf16", "fp32")]
+    others = [row for row in products if row.compute in LOW and asked.base in ("fp16", "bf16", "fp32")]
     for compute, rows in _grouped(others, lambda row: row.compute if row.compute != asked.base else None).items():
         names = _modules(rows)
         yield AuditFinding(
@@ -140,7 +139,7 @@ def _is_left_to_torch(row: OperationRecord, forward: Sequence[OperationRecord]) 
     if row.operation in _WITH_VECTORS:
         return True
     own = [other for other in forward if other.module == row.module]
-    casts_up = any(other.kind == "cast" and {*other.inputs} & {*_LOW} and "fp32" in other.outputs for other in own)
+    casts_up = any(other.kind == "cast" and {*other.inputs} & {*LOW} and "fp32" in other.outputs for other in own)
     return casts_up and any(other.operation == "safe_softmax" for other in own)
 
 
@@ -161,7 +160,7 @@ def _not_fp8(report: AuditReport, asked: RequestedPrecision) -> Iterator[AuditFi
 def _against_policy(forward: Sequence[OperationRecord], asked: RequestedPrecision) -> Iterator[AuditFinding]:
     def contradiction(row: OperationRecord) -> tuple[str, str, str] | None:
         wanted = asked.by_policy(row)
-        in_scope = row.kind in ("matmul", "softmax", "norm", "loss") and row.compute in (*_LOW, "fp32")
+        in_scope = row.kind in ("matmul", "softmax", "norm", "loss") and row.compute in (*LOW, "fp32")
         return (row.operation, row.compute, wanted) if in_scope and wanted and wanted != row.compute else None
 
     for (operation, compute, wanted), rows in _grouped(forward, contradiction).items():
@@ -185,7 +184,7 @@ def _low_precision(
         of_torch = row.kind == "norm" or row.operation in ("softmax", "safe_softmax")
         if of_torch and row.autocast != "off" and row.module not in cast_by_hand:
             return None  # as autocast leaves it on this device; the kernels sum in fp32
-        if row.compute not in _LOW or not (by_hand or row.kind in ("softmax", "norm", "loss")) or asked.by_policy(row):
+        if row.compute not in LOW or not (by_hand or row.kind in ("softmax", "norm", "loss")) or asked.by_policy(row):
             return None
         return ("the sums of a norm" if by_hand else row.operation), row.compute
 
@@ -203,7 +202,7 @@ def _low_precision(
 
 def _modules_that_cast_by_hand(forward: Sequence[OperationRecord]) -> set[str]:
     """Modules that cast to 16 bit and have no product of which autocast would ask it."""
-    cast = {row.module for row in forward if row.kind == "cast" and {*row.outputs} & {*_LOW}}
+    cast = {row.module for row in forward if row.kind == "cast" and {*row.outputs} & {*LOW}}
     return cast - {row.module for row in forward if row.kind == "matmul"}
 
 
@@ -227,7 +226,7 @@ def _missed_tensor_cores(forward: Sequence[OperationRecord], linears: Collection
     missed: dict[tuple[str, int, int], list[OperationRecord]] = {}
     for row in forward:
         multiple = 16 if "fp8" in row.compute else 8
-        if row.kind == "matmul" and ("fp8" in row.compute or row.compute in _LOW):
+        if row.kind == "matmul" and ("fp8" in row.compute or row.compute in LOW):
             for dimension, size in row.sizes:
                 if size % multiple and _is_by_design(row, dimension, size, linears):
                     shown = _TRANSLATED.get(dimension, dimension) if row.module in linears else dimension

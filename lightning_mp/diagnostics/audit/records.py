@@ -10,6 +10,9 @@ Kind = Literal["matmul", "softmax", "norm", "loss", "cast", "other"]
 Phase = Literal["forward", "backward", "recompute"]
 """When it ran. "recompute" is what an activation checkpoint computes again inside of backward."""
 
+LOW = ("bf16", "fp16")
+"""What autocast casts to."""
+
 
 @dataclass(frozen=True)
 class OperationRecord:

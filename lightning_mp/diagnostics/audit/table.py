@@ -1,6 +1,5 @@
 """An audit as text that fits into a terminal."""
 
-import re
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -8,10 +7,10 @@ from dataclasses import replace
 
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
+from lightning_mp.modules.names import numbers_as_stars
 from lightning_mp.modules.stage_placeholder import StagePlaceholder
 
 _LABELS = ("weights", "in", "runs", "out", "gradient of out", "gradient of weights")
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _SHOWN_KINDS = ("matmul", "softmax", "norm", "loss")
 _COMPILED = (
     "Part of the step was compiled: what the compiler fused is not seen here, and modules inside have no row of their"
@@ -31,7 +30,7 @@ def table_rows(report: AuditReport) -> list[tuple[str, ...]]:
     for module in report.modules:
         own = report.of_module(module.name)
         if module.weights or any(row.kind in _SHOWN_KINDS for row in own):
-            cells = (_NUMBER.sub("*", module.name), *_cells(module, own))
+            cells = (numbers_as_stars(module.name), *_cells(module, own))
             grouped.setdefault(cells, []).append(module.name)
     rows = []
     for cells, names in grouped.items():

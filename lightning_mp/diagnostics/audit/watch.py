@@ -17,7 +17,7 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.number_formats import dtype_label
 from lightning_mp.core.uncopied import RunHook
 from lightning_mp.diagnostics.audit.operations import candidates, compute_dtype, identify, product_sizes
-from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord, Phase
+from lightning_mp.diagnostics.audit.records import LOW, AuditReport, ModuleRecord, OperationRecord, Phase
 from lightning_mp.modules.forward_wrapper import takes_hooks
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.operations import by_autocast
@@ -285,9 +285,6 @@ def _compiled_parts(model: nn.Module) -> tuple[dict[nn.Module, nn.Module], set[n
     return wrappers, inside
 
 
-_LOW = ("bf16", "fp16")
-
-
 def autocast_label(device_type: str) -> str:
     """The autocast that is on, as "cpu bf16", or "off".
 
@@ -310,7 +307,7 @@ def infer_autocast(record: OperationRecord, around: str) -> str:
         # fp8 products cast by themselves, whatever autocast says.
         return "off" if record.compute == "fp32" else around
     treated = {by_autocast(name, record.device_type) for name in candidates(record.operation)}
-    return "off" if treated == {"fp32"} and record.compute in _LOW else around
+    return "off" if treated == {"fp32"} and record.compute in LOW else around
 
 
 def join_autocast(own: Sequence[OperationRecord], entered: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.core.devices import sent_to
-from lightning_mp.core.messages import listed
+from lightning_mp.core.messages import aligned, listed
 from lightning_mp.core.number_formats import FORMATS
 from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Kind, holding, listed_of, named, or_none
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, ExponentTable, suggested_scale
@@ -106,13 +106,18 @@ class UnderflowObservation:
                 ("all", self.whole(kind).fraction_lost(self.format), self._as_held(kind)),
                 *ranked[:_LAYERS_IN_TEXT],
             ]
-            width = max(len(text) for text in (kind, *(name for name, _, _ in shown)))
-            lines.append(f"{kind:<{width}}    lost  subnormal   zeros  largest  headroom")
-            lines += [
-                f"{name:<{width}}  {lost.zero:6.2%}    {lost.subnormal:7.2%}  {h.zero_fraction:6.1%}"
-                f"  {h.largest:7.1e}  {h.headroom_doublings(self.format):+8g}"
+            rows = [
+                (
+                    name,
+                    f"{lost.zero:6.2%}",
+                    f"{lost.subnormal:.2%}",
+                    f"{h.zero_fraction:6.1%}",
+                    f"{h.largest:.1e}",
+                    f"{h.headroom_doublings(self.format):+g}",
+                )
                 for name, lost, h in shown
             ]
+            lines += aligned([(kind, "lost", "subnormal", "zeros", "largest", "headroom"), *rows])
             if len(ranked) > _LAYERS_IN_TEXT:
                 lines.append(f"... and {len(ranked) - _LAYERS_IN_TEXT} more, which lose less")
         if self.kept_in_fp32:

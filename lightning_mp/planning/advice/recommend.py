@@ -1,9 +1,9 @@
 """Recommends precision and strategy for a device, a model and a goal, with reasons and a Trainer."""
 
-from typing import SupportsFloat, get_args
+from typing import get_args
 
 from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.core.quantities import Quantity, format_quantity, parse_quantity
 from lightning_mp.planning.advice.device_traits import DeviceTraits, find_device, named_device
 from lightning_mp.planning.advice.layout_rules import LayoutAdvice, Question, advise_layout
 from lightning_mp.planning.advice.precision_rules import Goal, PrecisionAdvice, advise_precision
@@ -19,10 +19,10 @@ def recommend(
     device: str | DeviceTraits | None = None,
     *,
     gpus: int = 1,
-    model: DecoderConfig | str | SupportsFloat | None = None,
+    model: DecoderConfig | Quantity | None = None,
     goal: Goal = "pretrain",
     context_tokens: int = 4096,
-    tokens_per_step: str | SupportsFloat | None = None,
+    tokens_per_step: Quantity | None = None,
     memory_bytes: float | None = None,
     blocks: str = "*.layers.*",
 ) -> Recommendation:

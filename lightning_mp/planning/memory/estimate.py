@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_sharding_api
+from lightning_mp.core.messages import aligned
 from lightning_mp.core.pictures import check_picture_ending
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.core.quantities import format_bytes
@@ -94,8 +95,7 @@ class MemoryEstimate:
         low, high = self.reserved_bytes
         lines = [
             f"Live tensors on {where}, {self.precision}; peak in the {self.peak.phase}",
-            f"  {'':<22}{'end of forward':>16}{'peak':>14}",
-            *(f"  {part:<22}{at_end:>16}{at_peak:>14}" for part, at_end, at_peak in rows),
+            *(f"  {line}" for line in aligned([("", "end of forward", "peak"), *rows])),
         ]
         if self.device_type != "cpu":
             lines.append(f"A GPU needs {format_bytes(low)} to {format_bytes(high)}: its allocator was not measured.")

@@ -4,10 +4,9 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import SupportsFloat
 
 from lightning_mp.core.arguments import quantity_from
-from lightning_mp.core.quantities import format_quantity, parse_flops, parse_fraction, parse_quantity
+from lightning_mp.core.quantities import Quantity, format_quantity, parse_flops, parse_fraction, parse_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 from lightning_mp.flops.hardware import chip_of, dtype_on
 from lightning_mp.planning.scaling_laws.scaling_law import (
@@ -21,9 +20,8 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
     find_law,
 )
 
-_SECONDS_PER_HOUR = 3600
+SECONDS_PER_HOUR = 3600
 _WORTHLESS = 0.1
-_Quantity = str | SupportsFloat
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,11 @@ class DeviceBudget:
     @property
     def flops(self) -> float:
         """C = hours x 3600 x peak x MFU."""
-        return self.device_hours * _SECONDS_PER_HOUR * self.peak_flops_per_second * self.mfu
+        return self.device_hours * SECONDS_PER_HOUR * self.peak_flops_per_second * self.mfu
 
 
 def device_budget(
-    device_hours: _Quantity, *, device: str | None, mfu: float | str | None, dtype: str | None = None
+    device_hours: Quantity, *, device: str | None, mfu: float | str | None, dtype: str | None = None
 ) -> DeviceBudget:
     """Turns device hours into FLOPs."""
     if device is None or mfu is None:
@@ -117,14 +115,14 @@ class ComputeOptimal(PlannedRun):
 
 def compute_optimal(
     *,
-    flops: _Quantity | None = None,
-    parameters: _Quantity | None = None,
-    tokens: _Quantity | None = None,
-    device_hours: _Quantity | None = None,
+    flops: Quantity | None = None,
+    parameters: Quantity | None = None,
+    tokens: Quantity | None = None,
+    device_hours: Quantity | None = None,
     device: str | None = None,
     mfu: float | str | None = None,
     dtype: str | None = None,
-    unique_tokens: _Quantity | None = None,
+    unique_tokens: Quantity | None = None,
     repetition: RepetitionLaw | None = None,
     law: str | ScalingLaw = DEFAULT_LAW,
 ) -> ComputeOptimal:
@@ -215,7 +213,7 @@ def warn_far_outside(law: ScalingLaw, parameters: float, tokens: float, stacklev
         )
 
 
-def _only_one(given: dict[str, _Quantity | None]) -> tuple[str, _Quantity]:
+def _only_one(given: dict[str, Quantity | None]) -> tuple[str, Quantity]:
     targets = [(name, value) for name, value in given.items() if value is not None]
     if len(targets) != 1:
         got = f"got {' and '.join(f'`{name}`' for name, _ in targets)}" if targets else "got none"
@@ -224,7 +222,7 @@ def _only_one(given: dict[str, _Quantity | None]) -> tuple[str, _Quantity]:
 
 
 def _devices(
-    hours: _Quantity | None, device: str | None, mfu: float | str | None, dtype: str | None
+    hours: Quantity | None, device: str | None, mfu: float | str | None, dtype: str | None
 ) -> DeviceBudget | None:
     if hours is None:
         extra = [name for name, value in (("device", device), ("mfu", mfu), ("dtype", dtype)) if value is not None]
