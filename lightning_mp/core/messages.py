@@ -37,18 +37,8 @@ def lightning_logger() -> logging.Logger:
     return logger
 
 
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, a rule below its head.
-
-    >>> text_table(("name", "dtype"), [("net.0", "fp32")])
-    ['name   dtype', '------------', 'net.0  fp32']
-    """
-    lines = aligned([head, *rows], left=range(len(head)))
-    return [lines[0], "-" * max(map(len, lines)), *lines[1:]]
-
-
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
-    """Lines of a table without a rule; the columns ``left`` are aligned left, the others right.
+    """Lines of a table; the columns ``left`` are aligned left, the others right.
 
     >>> aligned([("dtype", "bytes"), ("fp32", "4")])
     ['dtype  bytes', 'fp32       4']

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from lightning_mp.core.messages import text_table
+from lightning_mp.core.messages import aligned
 from lightning_mp.modules.names import numbers_as_stars
 from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR, by_autocast
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
@@ -106,7 +106,8 @@ def table_rows(policy: "ResolvedPolicy") -> list[tuple[str, str, str]]:
 
 def plain_table(policy: "ResolvedPolicy") -> str:
     """The table as text."""
-    return "\n".join(text_table(HEAD, table_rows(policy)))
+    head, *rows = aligned([HEAD, *table_rows(policy)], left=range(len(HEAD)))
+    return "\n".join([head, "-" * max(map(len, (head, *rows))), *rows])
 
 
 def show(policy: "ResolvedPolicy") -> None:
