@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from restarts import (
     BATCHES,
@@ -258,3 +259,19 @@ def test_only_an_epoch_in_its_first_hook_is_left_out(
     state = progress(epochs, 4, True)
     skip_started_epoch(state)
     assert state == progress(left, 4, True)
+
+
+def test_a_second_fit_saves_its_own_position_in_the_data(tmp_path: Path) -> None:
+    positions = []
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "inside.ckpt")
+            loops = torch.load(tmp_path / "inside.ckpt", weights_only=True)["loops"]
+            positions.append(loops["fit_loop"]["state_dict"]["combined_loader"][0]["position"])
+
+    trainer = quiet_trainer(callbacks=[AtomicCheckpoints(), Saves()], max_epochs=1)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(Traced(), SizedStream())
+    assert positions == [*range(1, BATCHES + 1)] * 2
