@@ -363,6 +363,7 @@ def test_a_partial_gradient_is_refused_where_it_cannot_be_put_back(tmp_path: Pat
 
 
 @pytest.mark.quick_cases(1)
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. max_steps=.* ends before the budget")
 @pytest.mark.parametrize("landing", ["exact", "floor"])
 def test_a_landing_holds_when_batches_become_many_times_as_large(landing: Any, tmp_path: Path) -> None:
     """The end must be looked for from the first micro-batch on: it holds 32 times as many tokens as any before."""
