@@ -200,7 +200,7 @@ class Row:
 
 
 def rows_of(heading: str) -> dict[str, Row]:
-    """A line may be about several plugins: what one is for; bytes and casts; passes and waits."""
+    """A line may be about several plugins: what one is for; bytes and casts; passes and waits, fused and other."""
     section = PAGE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
     purposes: dict[str, str] = {}
     kept: dict[str, tuple[str, str]] = {}
@@ -212,22 +212,22 @@ def rows_of(heading: str) -> dict[str, Row]:
             match cells[1:]:
                 case [purpose]:
                     assert purposes.setdefault(name, purpose) is purpose, f"{name} has two rows"
-                case [sizes, casts]:
+                case [sizes, casts] if "=" in sizes:
                     assert kept.setdefault(name, (sizes, casts)) == (sizes, casts), f"{name} has two rows"
-                case [*passes, waits]:
-                    assert moved.setdefault(name, [*passes, waits]) == [*passes, waits], f"{name} has two rows"
+                case [fused, other]:
+                    assert moved.setdefault(name, [fused, other]) == [fused, other], f"{name} has two rows"
     assert purposes.keys() == kept.keys() == moved.keys()
     rows = {}
     for name, purpose in purposes.items():
-        (sizes, total), (fused, other, waits) = kept[name][0].split(" = "), moved[name]
-        passes = [re.fullmatch(r"(\d+) \((\d+) bytes\)", cell) for cell in (fused, other)]
-        assert all(match or cell == "refused" for match, cell in zip(passes, (fused, other), strict=True)), name
+        sizes, total = kept[name][0].split(" = ")
+        passes = [re.fullmatch(r"(\d+) \((\d+) bytes\), (\d)", cell) for cell in moved[name]]
+        assert all(match or cell == "refused" for match, cell in zip(passes, moved[name], strict=True)), name
         rows[name] = Row(
             [int(size) for size in sizes.split(" + ")],
             int(total),
             [None if match is None else (int(match[1]), int(match[2])) for match in passes],
             int(kept[name][1]),
-            [None if wait == "refused" else int(wait) for wait in waits.split(" / ")],
+            [None if match is None else int(match[3]) for match in passes],
             purpose,
         )
     return rows
