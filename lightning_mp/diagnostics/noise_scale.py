@@ -81,9 +81,9 @@ class NoiseScale:
         tokens = f", {self.tokens:,.0f} tokens" if self.tokens else ""
         return (
             f"gradient noise scale {self.samples:,.0f} samples (95%: {self.low:,.0f} to {high}){tokens}, from"
-            f" {self.windows} steps. A batch of that size takes twice the minimum of steps and of samples; a step on"
-            f" {self.batch_samples:,.0f} samples, as now, makes {self.efficiency:.0%} of the best progress. Right"
-            " within a factor of about two."
+            f" {self.windows} steps. At that batch size a run takes twice the minimum number of steps and of samples."
+            f" Each step on {self.batch_samples:,.0f} samples makes {self.efficiency:.0%} of the largest possible"
+            " progress. Accurate to a factor of about two."
         )
 
 

@@ -114,7 +114,7 @@ class TrainerInspection:
         windows = sorted(run.window_lengths)
         answers = {
             "accumulate_grad_batches": window or (windows[-1] if windows else self._trainer.accumulate_grad_batches),
-            "estimated_stepping_batches": run.steps if run.steps is not None else float("inf"),
+            "estimated_stepping_batches": _most_steps(run),
             "num_training_batches": run.micro_batches_per_epoch or float("inf"),
             "train_dataloader": data.loader,
             "datamodule": data.datamodule,
@@ -201,6 +201,15 @@ class TrainerInspection:
         rates = watched.learning_rates if watched is not None else ()
         built = self._module if watched is None or list(self._module.parameters()) else watched.copy
         return inspect_checkpoint(path, built, sizes, rates)
+
+
+def _most_steps(run: FoundRun) -> float:
+    """Optimizer steps of the run; where a target batch leaves them unknown, its micro-batches."""
+    if run.steps is not None:
+        return run.steps
+    if run.epochs is None or run.micro_batches_per_epoch is None:
+        return float("inf")
+    return run.epochs * run.micro_batches_per_epoch
 
 
 def preflight(

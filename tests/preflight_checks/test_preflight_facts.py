@@ -7,14 +7,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
-from preflight_projects import Net
+from preflight_projects import Net, Scheduled
 from small_models import loader, quiet_trainer, regression_batches
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
 
-from lightning_mp import AccumulationScheduler
+from lightning_mp import AccumulationScheduler, preflight
 from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
 from lightning_mp.preflight_checks.scheduler_facts import read_schedulers
 from lightning_mp.preflight_checks.trainer_facts import layers_in_eval, layers_of, run_of, untied_embeddings
@@ -106,6 +106,16 @@ def test_lengths_of_schedulers_inside_of_others() -> None:
     assert (of_hugging_face.setting, of_hugging_face.planned) == ("num_training_steps", 80)
     [without_end] = read_schedulers({"lr_scheduler": lr_scheduler.CosineAnnealingLR(optimizer, math.inf)})
     assert without_end.planned == math.inf
+
+
+def test_a_schedule_over_a_target_batch_is_made_although_its_length_is_not_known() -> None:
+    def one_cycle(optimizer: Any, module: Any) -> Any:
+        total = int(module.trainer.estimated_stepping_batches)  # an error for an infinite number
+        return {"scheduler": lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=total), "interval": "step"}
+
+    trainer = quiet_trainer(callbacks=[AccumulationScheduler(target_samples=16)], max_epochs=3)
+    report = preflight(trainer, Scheduled(one_cycle), loader(regression_batches(12)))
+    assert (report.findings, report.not_checked) == ((), ())
 
 
 def test_layers_in_eval_mode_are_found_where_something_is_trained() -> None:
