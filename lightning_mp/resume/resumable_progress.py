@@ -59,7 +59,7 @@ class ResumableProgress(Callback):
 
     Of these, Lightning-AI/pytorch-lightning has reports of the first (#20288), of an epoch's last batch (#19617) and of
     the sampler (#21938), open as of Lightning 2.6; the others are not reported. A test in
-    ``tests/stock/test_stock_restarts.py`` fails when Lightning corrects one of them.
+    ``tests/resume/test_progress_of_lightning.py`` or ``tests/stock/test_stock_restarts.py`` fails when one is fixed.
 
     The loader's state is copied before each fetch if it has no length, or if checkpoints are written on exceptions. All
     ranks are given the state that rank 0 saved, as in Lightning.

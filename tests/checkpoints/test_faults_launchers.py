@@ -47,13 +47,13 @@ class Case(NamedTuple):
     rank: int
 
 
-#: In this order; the next job restarts the run. So two of three go on under the launcher that they ended under.
+#: In this order; the next job restarts the run. So all but one of them go on under the launcher that they ended under.
+#: To torchrun a hang is a rank that ends by itself, which is what is left of a job after a kill.
 CASES = [
     Case("lightning", "ddp", "kill", 0),
     Case("lightning", "fsdp2, tensor", "hang", 1),
     Case("lightning", "fsdp2, tensor", "term", 0),
     Case("torchrun", "fsdp2, tensor", "kill", 1),
-    Case("torchrun", "ddp", "hang", 0),
     Case("torchrun", "fsdp2", "term", 0),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

@@ -364,7 +364,9 @@ def test_any_dtype_and_shape_is_sent_and_what_is_not_saved_is_left() -> None:
             module.register_buffer("column", values.float()[:, 1])
             module.register_buffer("expanded", torch.tensor(float(rank)).expand(3))
             module.register_buffer("conjugate", torch.tensor([1.0, rank + 1j]).conj())
-            module.register_buffer("own", torch.tensor(rank), persistent=False)
+            module.part = nn.Module()
+            for owner in (module, module.part):
+                owner.register_buffer("own", torch.tensor(rank), persistent=False)
             mesh = init_device_mesh("cpu", (2,))
             module.register_buffer("sharded", distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
             with torch.inference_mode():
@@ -377,7 +379,8 @@ def test_any_dtype_and_shape_is_sent_and_what_is_not_saved_is_left() -> None:
             return buffers_of(module)
 
     first, second = run_ranks(run, 2)
-    assert (first.pop("own"), second.pop("own")) == (0, 1)
+    for name in ("own", "part.own"):
+        assert (first.pop(name), second.pop(name)) == (0, 1)
     assert [first.pop("sharded").tolist(), second.pop("sharded").tolist()] == [[0, 1], [2, 3]]
     for name, value in first.items():
         assert second[name].dtype == value.dtype

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"

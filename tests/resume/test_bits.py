@@ -117,6 +117,8 @@ def test_the_largest_difference_and_the_number_of_elements_are_right() -> None:
     weights, epoch = compare_checkpoints(first, second)
     assert str(weights) == "weights: w: 3 of 4 elements, by 1 at most"
     assert str(epoch) == "counters: epoch: 1 of 1 elements, by 1 at most"
+    (zero,) = compare_checkpoints({"callbacks": {"mean": 0.0, "rate": 1.0}}, {"callbacks": {"mean": -0.0, "rate": 1.0}})
+    assert (zero.num_different, zero.largest) == (1, 0.0)
     nan = {"state_dict": {"w": torch.tensor([torch.nan])}}
     assert compare_checkpoints(nan, copy.deepcopy(nan)) == []
     (shape,) = compare_checkpoints({"state_dict": {"w": torch.ones(2)}}, {"state_dict": {"w": torch.ones(2).half()}})

@@ -106,7 +106,7 @@ if __name__ == "__main__":
 
 # Forks come first: a process that has computed is not forked.
 SCRIPTED = ("ddp", "mp_ddp_bf16_reduce", "mp_pipeline")
-MULTIPROCESSING = ("ddp_fork", "pipeline_fork", "ddp_spawn", "reduced_spawn", "pipeline_spawn", "alone")
+MULTIPROCESSING = ("ddp_fork", "pipeline_fork", "reduced_spawn", "pipeline_spawn", "alone")
 LAUNCHES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "subprocess": ([], SCRIPTED),
     "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], SCRIPTED),

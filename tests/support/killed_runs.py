@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import RankError, run_ranks
+from gloo import RankError, run_ranks, run_same_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
 from small_models import ResumableLoader, TokenModel, adamw, quiet_trainer, token_batches, weights
@@ -197,7 +197,7 @@ class Run:
         trainer.fit(module, batches, ckpt_path=self.ckpt_path or latest_checkpoint(self.folder))
         return Result(whole_weights(trainer, module), trainer.global_step, budget.tokens_seen, scaler.get_scale())
 
-    def to_the_end(self, before: Callable[[int], None] = lambda rank: None) -> Result:
+    def to_the_end(self, before: Callable[[int], None] | None = None) -> Result:
         return all_to_the_end([self], before)[0]
 
     def killed(self, victim: int, kill: Callable[[], None]) -> bool:
@@ -229,14 +229,19 @@ class Run:
         return int(torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)["global_step"])
 
 
-def all_to_the_end(runs: Sequence[Run], before: Callable[[int], None] = lambda rank: None) -> list[Result]:
-    """Runs of one kind, one after the other in the same processes: new ones would take twice as long."""
+def all_to_the_end(runs: Sequence[Run], before: Callable[[int], None] | None = None) -> list[Result]:
+    """Runs of one kind, one after the other in the same processes: new ones would take twice as long.
+
+    Those that ``before`` may end are new.
+    """
 
     def train(rank: int) -> list[Result]:
-        before(rank)
+        if before is not None:
+            before(rank)
         return [run.train(rank) for run in runs]
 
-    first, *others = run_ranks(train, runs[0].num_ranks, 60 + 5 * len(runs))
+    run_all = run_same_ranks if before is None else run_ranks
+    first, *others = run_all(train, runs[0].num_ranks, 60 + 5 * len(runs))
     for other in others:
         assert all(result.equals(own) for result, own in zip(first, other, strict=True))
     return first
