@@ -25,10 +25,10 @@ def tokens_for(parameters: Quantity, tokens_per_parameter: Quantity = TOKENS_PER
         D in tokens, rounded to the nearest integer.
 
     Raises:
-        ValueError: An argument is not positive and finite, or the product rounds to no token at all.
+        ValueError: An argument is not positive and finite, or the product rounds to zero.
 
     Example:
-        Chinchilla followed the rule. GPT-3, with 300 billion tokens, had seen a twelfth of it.
+        Chinchilla follows the rule. GPT-3 was trained on 300 billion tokens, a twelfth of it.
 
         >>> tokens_for(70e9)
         1400000000000
@@ -50,7 +50,7 @@ def tokens_for(parameters: Quantity, tokens_per_parameter: Quantity = TOKENS_PER
 
 
 def training_flops(parameters: Quantity, tokens: Quantity) -> float:
-    """Training compute C = 6 N D, attention scores not counted.
+    """Training compute C = 6 N D, without attention scores.
 
     Args:
         parameters: Number of parameters N.
@@ -60,7 +60,7 @@ def training_flops(parameters: Quantity, tokens: Quantity) -> float:
         ValueError: An argument is not positive and finite.
 
     Example:
-        GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, arXiv:2005.14165, Table D.1), 6 N D says the same to 1%.
+        GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, arXiv:2005.14165, Table D.1); 6 N D agrees to within 1%.
 
         >>> f"{training_flops(174_600e6, 300e9):.2e}"
         '3.14e+23'

@@ -1,4 +1,4 @@
-"""Floating-point operations per training token, under named conventions, and what MFU makes of them.
+"""Floating-point operations per training token, under named conventions, and the MFU that follows.
 
 Conventions differ by 10 to 30% on one model, so a figure without its convention means nothing.
 """
@@ -88,14 +88,14 @@ def flops_per_token(
     the optimizer are not counted.
 
     Args:
-        parameters: N, also as "7B". Which parameters it counts belongs to the figure: see
+        parameters: N, also as "7B". Which parameters count depends on the convention: see
             :attr:`FlopsConvention.parameters`.
         layers: Number of blocks. Needed by "palm" and "megatron".
         width: Heads times head size. Needed by "palm" and "megatron".
         context_tokens: Sequence length. Needed by "palm" and "megatron".
         convention: A name from :data:`CONVENTIONS`.
         frozen_parameters: How many of N are frozen, as under adapters. Frozen layers below the first trained one
-            cost less still.
+            cost even less.
 
     Raises:
         ValueError: The convention is unknown, or an argument it needs is missing or not positive.
@@ -133,7 +133,7 @@ def model_flops_utilization(tokens_per_second: float, flops_per_token: float, pe
     """MFU: operations that the model needs per second, over the device's peak in the format of its matmuls.
 
     Chowdhery et al. 2022 (arXiv:2204.02311), appendix B. Its convention is that of ``flops_per_token``. Recomputed
-    operations are not in it, so it cannot exceed 1 with honest inputs.
+    operations are not in it, so it cannot exceed 1 with correct inputs.
 
     Args:
         tokens_per_second: Training throughput of one device.

@@ -70,14 +70,14 @@ def known_chips() -> tuple[Chip, ...]:
 def find_chip(device_name: str) -> Chip | None:
     """The chip behind a device name, None when it is not in the table.
 
-    Names are matched as a whole: a laptop, "Ti" or MIG variant of a known chip has another peak and is not known.
+    Names are matched as a whole: a laptop, "Ti" or MIG variant of a known chip has a different peak and is not matched.
 
     Args:
         device_name: What ``torch.cuda.get_device_name()`` returns, or a chip's short name, with or without spaces and
             "RTX". A family means its first chip: "h100" is "H100 SXM".
 
     Raises:
-        ValueError: it is no string.
+        ValueError: it is not a string.
 
     Example:
         >>> find_chip("h100").name, find_chip("h100-pcie").name, find_chip("4090").name

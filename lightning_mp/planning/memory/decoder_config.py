@@ -16,7 +16,7 @@ class LatentAttention:
     """Sizes of multi-head latent attention, under the names of a Hugging Face configuration.
 
     Raises:
-        ValueError: a number is no count.
+        ValueError: a number is not a positive integer.
 
     Source:
         DeepSeek-AI 2024, arXiv:2405.04434, section 2.1 and equations 37 to 47.
@@ -43,16 +43,16 @@ class LatentAttention:
 
     @property
     def query_width(self) -> int:
-        """Of one head's query, and of its key."""
+        """Width of the query, and of the key, of one head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def norm_weights(self) -> int:
-        """Of the norms of the two small vectors."""
+        """Weights of the norms of the two latent vectors."""
         return self.kv_lora_rank + self.q_lora_rank
 
     def weights(self, width: int, heads: int) -> int:
-        """In the matrix products of one block."""
+        """Weights in the matrix products of one block."""
         if self.q_lora_rank:
             queries = self.q_lora_rank * (width + heads * self.query_width)
         else:
@@ -62,9 +62,9 @@ class LatentAttention:
         return queries + latent + keys_and_values + heads * self.v_head_dim * width
 
     def saved_elements_per_token(self, heads: int) -> tuple[int, int]:
-        """What one block saves for backward: of all heads, and of the small vectors, which every rank has.
+        """Elements that one block saves for backward: for all heads, and for the latent vectors, which every rank has.
 
-        Queries, keys, values and outputs of each head; each small vector before and after its norm.
+        These are queries, keys, values and outputs of each head, and each latent vector before and after its norm.
         """
         return heads * 2 * (self.query_width + self.v_head_dim), 2 * self.norm_weights
 
@@ -149,11 +149,11 @@ class DecoderConfig:
         single heads, less than 0.1% of the parameters, are left out where GPT-2 does not have them.
 
         Raises:
-            ValueError: it is no configuration of a decoder of attention and MLPs.
+            ValueError: it is not the configuration of a decoder with attention and MLPs.
             OSError: the file cannot be read.
 
         Warns:
-            UserWarning: the kind of model is not known, so that parts are assumed to be as in Llama.
+            UserWarning: the model type is unknown, so parts are assumed to be as in Llama.
 
         Example:
             >>> gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
@@ -170,14 +170,14 @@ class DecoderConfig:
         """A dense decoder of about that many parameters, if nothing else is known.
 
         Args:
-            parameters: all of them.
-            layers: blocks; by default as many as make the width 128 times the number of blocks, as in Llama 2 7B.
-            width: of the residual stream; give it together with ``layers``.
-            vocabulary: token ids.
-            tied_head: the output layer is the token table.
+            parameters: total number of parameters.
+            layers: number of blocks; by default such that the width is 128 times that number, as in Llama 2 7B.
+            width: width of the residual stream; pass it together with ``layers``.
+            vocabulary: vocabulary size.
+            tied_head: whether the output layer shares the token embedding.
 
         Raises:
-            ValueError: there are too few parameters for the rest.
+            ValueError: the other sizes alone need more parameters.
 
         Example:
             >>> guess = DecoderConfig.of_parameters(7e9)
@@ -207,19 +207,19 @@ class DecoderConfig:
 
     @property
     def attention_weights(self) -> int:
-        """In matrix products of one block: queries, keys, values and output."""
+        """Weights of the matrix products of one attention: queries, keys, values and output."""
         if self.latent_attention is not None:
             return self.latent_attention.weights(self.width, self.heads)
         return self.width * self.head_width * 2 * (self.heads + self.kv_heads)
 
     @property
     def expert_weights(self) -> int:
-        """Of one MLP; of a mixture, of one expert."""
+        """Weights of one MLP; in a mixture, of one expert."""
         return self._mlp_weights(self.ffn_width)
 
     @property
     def routed_weights(self) -> int:
-        """Of all experts of all blocks; 0 without a mixture."""
+        """Weights of all experts in all blocks; 0 without a mixture."""
         return (self.layers - self.dense_layers) * self.experts * self.expert_weights if self.experts else 0
 
     def _mlp_weights(self, ffn_width: int) -> int:
@@ -263,7 +263,7 @@ class DecoderConfig:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token is routed to: N of 6 N D."""
+        """Parameters that one token is routed to: the N of 6 N D."""
         return self.parameters - self.size.unrouted_weights
 
     def saved_bytes_per_token(
@@ -277,10 +277,10 @@ class DecoderConfig:
         this is the 34 bytes per width of Korthikanti et al. 2022.
 
         Args:
-            element_bytes: of what products take and give.
-            residual_bytes: of the residual stream: 4 under autocast.
+            element_bytes: bytes per element of inputs and outputs of products.
+            residual_bytes: bytes per element of the residual stream: 4 under autocast.
             tensor: tensor-parallel ranks.
-            sequence_parallel: norms and dropout are divided over them, too.
+            sequence_parallel: whether norms and dropout are divided over them, too.
 
         Source:
             Korthikanti et al. 2022, arXiv:2205.05198, equations 2 to 4 without 5 a s / h.

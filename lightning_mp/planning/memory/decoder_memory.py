@@ -1,6 +1,6 @@
 """Memory per GPU of a decoder given by its shape, by part, for layouts of any number of GPUs.
 
-Formulas, for questions that are asked before there is a module; with a module
+These are formulas, for use before there is a module; with a module,
 :func:`~lightning_mp.planning.memory.estimate.estimate_memory` measures. Layouts are those of
 :class:`~lightning_mp.planning.parallelism.parallel_layout.ParallelLayout`, with or without recomputed blocks.
 """
@@ -64,11 +64,11 @@ class DecoderMemory:
 
     @property
     def reserved_bytes(self) -> tuple[int, int]:
-        """What a GPU needs at least and at most, as the allocator decides."""
+        """Lower and upper bound of what a GPU needs, depending on the allocator."""
         return reserved_range(self.total_bytes)
 
     def verdict(self, memory_bytes: float) -> str:
-        """One of "fits", "may fit" where only the allocator decides, and "does not fit"."""
+        """One of "fits", "may fit" (it depends on the allocator) and "does not fit"."""
         low, high = self.reserved_bytes
         return "fits" if high <= memory_bytes else "may fit" if low <= memory_bytes else "does not fit"
 
@@ -89,16 +89,16 @@ def decoder_memory(
     Args:
         config: the model.
         layout: how GPUs share it; one GPU when None.
-        sequences: in a micro-batch of one data rank.
+        sequences: sequences in a micro-batch of one data rank.
         context_tokens: length of a sequence.
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`, or a plugin.
-        optimizer_states: numbers per parameter: 2 of Adam, 1 of momentum.
-        micro_batches: of one data rank per step. A pipeline holds as many at once as it has stages (1F1B), or fewer if
-            there are fewer.
-        sequence_parallel: with tensor parallelism, norms on parts of the sequence.
+        optimizer_states: states per parameter: 2 for Adam, 1 for momentum.
+        micro_batches: micro-batches of one data rank per step. A pipeline holds as many at once as it has stages
+            (1F1B), or fewer if there are fewer.
+        sequence_parallel: with tensor parallelism, split norms along the sequence.
 
     Raises:
-        ValueError: a precision is unknown, layers cannot be shared out to the stages, or a sequence is longer than the
+        ValueError: a precision is unknown, layers cannot be divided among the stages, or a sequence is longer than the
             model's learned positions.
 
     Source:
@@ -147,12 +147,12 @@ def decoder_memory(
 def largest_micro_batch(
     config: DecoderConfig, layout: MemoryLayout, memory_bytes: float, *, context_tokens: int, precision: object
 ) -> int:
-    """The largest micro-batch of one data rank that fits even with the allocator at its worst; 0 if none does.
+    """The largest micro-batch of one data rank that fits even with the worst-case allocator; 0 if none does.
 
     Args:
         config: the model.
-        layout: how it is divided over GPUs.
-        memory_bytes: of one GPU.
+        layout: how the model is divided over GPUs.
+        memory_bytes: memory of one GPU.
         context_tokens: length of a sequence.
         precision: as in :func:`decoder_memory`.
 

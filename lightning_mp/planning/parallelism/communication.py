@@ -118,12 +118,12 @@ def communication_per_step(
     Args:
         size: the model.
         layout: how the GPUs are divided.
-        tokens_per_micro_batch: t, of one data rank.
-        micro_batches: M, of one data rank per optimizer step; in a pipeline those of one call of the schedule.
+        tokens_per_micro_batch: t, for one data rank.
+        micro_batches: M, for one data rank per optimizer step; in a pipeline those of one call of the schedule.
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`; masters stay where they are, and fp8
             gathers in bf16.
         gradient_sync: under FSDP, reduce once per window or at every micro-batch, as
-            ``AccumulationScheduler(sync=...)`` says. Without the scheduler FSDP does the latter.
+            set by ``AccumulationScheduler(sync=...)``. Without the scheduler, FSDP does the latter.
         reshard_after_forward: under FSDP, free weights between forward and backward and gather them again.
         reduced_gradients: under DDP, gradients of fp32 are reduced in 16 bit, as by ``reduced_precision_hook``.
         sequence_parallel: norms on parts of the sequence, as by ``tensor_parallel_plan="auto_sequence"``: an all-gather
@@ -131,11 +131,11 @@ def communication_per_step(
             arXiv:2205.05198, section 4.2.2) up to the formats.
         tensor_reduce_dtype: under tensor parallelism in ``"*-mixed"``, in which format gradients of the residual stream
             are reduced: "fp32" as this package does, or "16bit" as Megatron-LM does.
-        recomputed: every block runs again in backward, up to the input of its last product: the reductions on the way
-            are made again.
+        recomputed: every block runs again in backward, up to the input of its last product, and repeats the reductions
+            up to there.
 
     Raises:
-        ValueError: an argument is unknown or no count, or sizes do not divide each other.
+        ValueError: an argument is unknown or not a positive integer, or sizes do not divide each other.
 
     Example:
         A gigabyte of 16-bit weights over 8 ranks, gathered twice:

@@ -39,10 +39,10 @@ class DecoderSize:
     def of(cls, parameters: int, *, layers: int, width: int, vocabulary: int, tied_head: bool = False) -> "DecoderSize":
         """From published sizes of a model: two norms of one vector per block, one after the last, no biases.
 
-        What remains after tables and norms is shared out to the blocks.
+        Weights that remain after embeddings and norms are divided among the blocks.
 
         Raises:
-            ValueError: tables and norms alone have more than ``parameters``.
+            ValueError: embeddings and norms alone have more than ``parameters``.
         """
         for name, value in (("layers", layers), ("width", width), ("vocabulary", vocabulary)):
             whole_number(value, name)
@@ -59,12 +59,12 @@ class DecoderSize:
 
     @property
     def parameters(self) -> int:
-        """All of them, a tied head counted once."""
+        """Total number of weights, a tied head counted once."""
         blocks = self.layers * (self.block_matmul_weights + self.block_norm_weights)
         return blocks + self.table_weights + self.head_weights + self.other_weights
 
     @property
     def matmul_weights(self) -> int:
-        """Those that the FLOPs conventions call N: blocks and output layer, of a mixture what a token is routed to."""
+        """The N of the FLOPs conventions: blocks and output layer; in a mixture, those that a token is routed to."""
         head = self.head_weights or self.table_weights
         return self.layers * self.block_matmul_weights + head - self.unrouted_weights

@@ -1,4 +1,4 @@
-"""How GPUs are shared out: data, sharding, tensor and pipeline parallelism."""
+"""How GPUs are divided: data, sharding, tensor and pipeline parallelism."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from lightning_mp.core.arguments import whole_number
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes whose product is the number of GPUs. Ranks are numbered so that those of a layer are neighbours.
+    """Sizes whose product is the number of GPUs. Ranks that share a layer are neighbours.
 
     From near to far: tensor parallel, shards, copies, stages. :class:`~lightning_mp.strategies.FSDP2Strategy` lays
     ranks out in this order; for stages it is Megatron-LM's.
@@ -43,7 +43,7 @@ class ParallelLayout:
 
     @property
     def data_ranks(self) -> int:
-        """How many see different data."""
+        """Number of ranks that see different data."""
         return self.copies * self.shards
 
     @property

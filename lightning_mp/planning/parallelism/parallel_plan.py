@@ -1,4 +1,4 @@
-"""A training step on many GPUs: bytes on each link, the bubble, and how long the step takes at least.
+"""A training step on many GPUs: bytes on each link, the bubble, and a lower bound for its time.
 
 Conventions:
 
@@ -51,7 +51,7 @@ class Machine:
         ValueError: a number is not positive.
 
     Example:
-        One that is not in the table, with 4 GPUs and one adapter of 100 Gb/s:
+        A machine that is not in the table, with 4 GPUs and one adapter of 100 Gb/s:
 
         >>> mine = Machine("mine", "L40S", gpus_per_node=4, inside_bytes_per_second=32e9,
         ...                between_bytes_per_second=100e9 / 8 / 4)
@@ -115,11 +115,11 @@ def bubble_fraction(stages: int, micro_batches: int) -> float:
     one call of the schedule. Megatron-LM divides by the time without a bubble instead: (s - 1) / m.
 
     Args:
-        stages: s, of equal work.
+        stages: s stages of equal work.
         micro_batches: m, into which the schedule splits one batch. Torch's ``Schedule1F1B`` needs at least s.
 
     Returns:
-        (s - 1) / (m + s - 1), from 0 to below 1; without the time of sending and of the optimizer step.
+        (s - 1) / (m + s - 1), from 0 to below 1; ignores the time for communication and the optimizer step.
 
     Raises:
         ValueError: an argument is not a positive integer.
@@ -208,11 +208,11 @@ def plan_parallelism(
             :class:`Machine`.
         tokens_per_step: the batch of the optimizer step, over all GPUs.
         context_tokens: length of a sequence.
-        sequences_per_gpu: in a micro-batch, for each of the GPUs that a layer is split over, so that layouts compare
+        sequences_per_gpu: sequences in a micro-batch per GPU that a layer is split over, so that layouts are compared
             at equal activations.
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
         tensor_reduce_dtype: see :func:`~lightning_mp.planning.parallelism.communication.communication_per_step`.
-        recomputed: every block runs again in backward, a third more computing.
+        recomputed: every block runs again in backward, which takes a third more computation.
         dtype: format of matrix products, for the peak; None is that of ``precision``, fp32 without TF32 in "32-true".
 
     Raises:
@@ -270,9 +270,9 @@ def usual_layouts(gpus: int, gpus_per_node: int, *, layers: int) -> list[Paralle
     between them, and pipelines of 8 stages, alone and with tensor parallelism.
 
     Args:
-        gpus: total number.
-        gpus_per_node: in each node.
-        layers: of the model; 8 stages must divide them.
+        gpus: total number of GPUs.
+        gpus_per_node: GPUs in each node.
+        layers: number of layers of the model, a multiple of 8 for pipelines.
 
     Raises:
         ValueError: a number is not whole and positive.

@@ -31,7 +31,7 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Why the minimum may be believed."""
+    """The evidence that the fit is a minimum."""
 
     starts: int  # how many starting points were tried, all over the plane of the exponents
     agreeing: int  # how many of them ended at the best objective, to one part in a million
@@ -57,7 +57,7 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A run far off the fitted law."""
+    """A run far from the fitted law."""
 
     number: int  # its place among the runs, counted from 1
     run: Run
@@ -67,7 +67,7 @@ class Outlier:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """How well the smaller runs foretell the largest ones."""
+    """How well a fit to the smaller runs predicts the largest ones."""
 
     runs: int  # how many of the runs with the most compute were left out
     largest_error: float  # largest |log(predicted / loss)| over them: 0.01 is one percent of the loss
@@ -140,21 +140,21 @@ def fit_scaling_law(
 
     Args:
         runs: A CSV file or records, see :func:`~lightning_mp.planning.scaling_laws.runs.read_runs`.
-        bootstrap_samples: Resamples of the runs for the intervals.
+        bootstrap_samples: Number of resamples of the runs for the intervals.
         confidence: Share of the resamples inside an interval, from percentile to percentile. Such intervals are a
             little wide: in 100 simulated fits each of 20 and of 36 runs, with Gaussian noise of 1% in the loss, those
             of 80, 90 and 95% contained the true constants in 84 to 93, 93 to 98 and 96 to 99.
-        seed: Of the resampling.
+        seed: Seed of the resampling.
 
     Raises:
-        ValueError: Fewer than six runs, fewer than three model sizes or run lengths, or a value that makes no sense.
+        ValueError: Fewer than six runs, fewer than three model sizes or run lengths, or an invalid value.
         FileNotFoundError: There is no such file.
 
     Warns:
         UserWarning: The fit is not certified: the message says why.
 
     Example:
-        Runs made with a known law, without noise, give it back.
+        From noiseless runs of a known law, the fit recovers that law.
 
         >>> from lightning_mp.planning.scaling_laws.scaling_law import LAWS
         >>> truth = LAWS["besiroglu"]

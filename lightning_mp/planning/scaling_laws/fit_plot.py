@@ -1,4 +1,4 @@
-"""Pictures of a fitted scaling law: runs on isoFLOP curves, and the compute-optimal frontier with its band."""
+"""Plots of a fitted scaling law: runs on isoFLOP curves, and the compute-optimal frontier with its band."""
 
 import math
 from pathlib import Path
@@ -33,7 +33,7 @@ def draw_fit(fit: ScalingLawFit, path: str | Path, flops: float | None = None) -
     Args:
         fit: A fit.
         path: The image file, such as "fit.png".
-        flops: Where the frontier ends; ten times the largest run when None.
+        flops: Compute at which the frontier ends; None uses ten times the largest run.
     """
     build_figure(fit, flops).savefig(path, dpi=150)
 

@@ -130,11 +130,11 @@ def compute_optimal(
 
     Args:
         flops: Training compute C = 6 N D.
-        parameters: N: the answer is the compute and tokens that make this size the best one.
-        tokens: D: likewise.
+        parameters: N; the answer is the compute and tokens for which this size is optimal.
+        tokens: D; likewise.
         device_hours: Hours times devices; needs ``device`` and ``mfu``.
         device: Chip, such as "h100" or "A100".
-        mfu: Model FLOPs utilisation, a fraction.
+        mfu: Model FLOPs utilisation, as a fraction.
         dtype: Format of the matmul inputs, "bf16" when None, "fp16" on chips without bf16 units; only with
             ``device_hours``.
         unique_tokens: Number of available tokens, if the run would use more: they are then repeated. Needs a law with a
@@ -301,7 +301,7 @@ _FLOPS_OF_INFERENCE = 2
 
 @dataclass(frozen=True, slots=True)
 class InferenceAware:
-    """A model of the same loss, and its cost over its lifetime."""
+    """A model with the same loss that is cheapest over its lifetime."""
 
     parameters: float  #: N.
     tokens: float  #: of training.
@@ -322,21 +322,21 @@ def inference_aware_optimum(
 
     Sardana et al. 2024 (arXiv:2401.00448), equation 2: of all N and D that reach a loss, those that minimise
     6 N D_training + 2 N D_inference; inference of a token costs a forward, 2 N operations. Beyond the models that a law
-    was fitted to, it promises too much of more tokens (their section 5), so a far smaller and longer trained model is a
-    guess.
+    was fitted to, it overestimates the value of more tokens (their section 5), so the prediction for a far smaller
+    model that trains longer is a guess.
 
     Args:
-        law: with a loss.
+        law: a law that predicts a loss.
         parameters: N of the model to compare with.
-        tokens: it is trained on.
-        inference_tokens: of the lifetime; 0 gives the optimum of training alone.
+        tokens: D of that model.
+        inference_tokens: inference tokens over the lifetime; 0 gives the optimum for training alone.
 
     Raises:
         ValueError: a number is not finite, or negative.
 
     Example:
-        The paper's figure 1: 2 trillion tokens of inference. In place of a 13B model train one of 7B on more data; the
-        paper says 17%, with rounded constants of the law.
+        The paper's figure 1: 2 trillion tokens of inference. Instead of a 13B model, train a 7B model on more data; the
+        paper reports 17%, with rounded constants of the law.
 
         >>> from lightning_mp.planning.scaling_laws.scaling_law import LAWS
         >>> law = LAWS["hoffmann-3"]

@@ -1,4 +1,4 @@
-"""Finished runs as the material of a fit: parameters, tokens and final loss, read from a CSV file or from records."""
+"""Finished runs to fit: parameters, tokens and final loss, read from a CSV file or from records."""
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,8 +58,9 @@ def read_runs(runs: RunsLike) -> tuple[Run, ...]:
 
     The columns are ``parameters`` (or ``params``, ``n``, ``model_size``), ``loss`` (``l``, ``final_loss``), and one of
     ``tokens`` (``d``, ``training_tokens``) and ``flops`` (``c``, ``compute``, ``training_flops``), which gives
-    D = C / 6 N. With both, ``tokens`` is taken, and the two must agree to a factor of two. Case and other columns do
-    not matter. Values are separated by commas, semicolons or tabs, as the header is; decimals have a point.
+    D = C / 6 N. If both are given, ``tokens`` is used, and the two must agree to within a factor of two. Case and other
+    columns do not matter. Values are separated by commas, semicolons or tabs, like the header; the decimal separator is
+    a point.
 
     Args:
         runs: the path of a CSV file, or the records: mappings or :class:`Run`.

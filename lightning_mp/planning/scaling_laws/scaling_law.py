@@ -1,4 +1,4 @@
-"""Scaling laws: how loss depends on parameters N and tokens D, and how N and D should share a compute C = 6 N D.
+"""Scaling laws: how the loss depends on parameters N and tokens D, and how to split compute C = 6 N D between them.
 
 The parametric law is that of Hoffmann et al. 2022 (arXiv:2203.15556), section 3.3::
 
@@ -57,16 +57,16 @@ class Frontier:
     exponent: float
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Parameters and tokens of the best model for a compute budget."""
+        """Parameters and tokens of the optimal model for a compute budget."""
         parameters = self.coefficient * flops**self.exponent
         return parameters, flops / (FLOPS_PER_PARAMETER_AND_TOKEN * parameters)
 
     def flops_for_parameters(self, parameters: float) -> float:
-        """The budget for which a model of this size is the best one."""
+        """The budget for which a model of this size is optimal."""
         return float((parameters / self.coefficient) ** (1 / self.exponent))
 
     def flops_for_tokens(self, tokens: float) -> float:
-        """The budget for which this many tokens are the best choice."""
+        """The budget for which this many tokens are optimal."""
         return float((FLOPS_PER_PARAMETER_AND_TOKEN * tokens * self.coefficient) ** (1 / (1 - self.exponent)))
 
 
@@ -235,7 +235,7 @@ def find_law(law: str | ScalingLaw) -> ScalingLaw:
 
 
 class RepetitionLaw(Protocol):
-    """Predicted loss when D tokens are drawn from a smaller number of unique ones; a function of your own will do."""
+    """Predicted loss when D tokens are drawn from fewer unique ones; any function with this signature works."""
 
     def __call__(self, law: ParametricLaw, parameters: float, tokens: float, unique_tokens: float) -> float:
         """The loss in nats per token. Must equal ``law.loss`` at the law's own optimum when nothing is repeated."""
@@ -275,7 +275,7 @@ class ExponentialDecay:
             positive_number(getattr(self, name), name)
 
     def effective_tokens(self, tokens: float, unique_tokens: float) -> float:
-        """D', the unique tokens that would be worth as much."""
+        """D', the number of unique tokens with the same value."""
         return _saturating(tokens, unique_tokens, self.tokens_decay)
 
     def value_of_next_token(self, tokens: float, unique_tokens: float) -> float:
