@@ -56,6 +56,11 @@ class RecomputeReport:
             f"{self.calls} calls keep their inputs only. Saved for backward: {saved} instead of {without}"
             f" ({-less:+.0%}); up to {again} more while one of them runs again."
             f" That adds {self.recompute_flops:.3g} FLOPs to {plain_flops:.3g} ({more:+.0%})."
+            + (
+                " These modules save no memory: checkpoint larger ones."
+                if 0 < self.saved_bytes_without <= self.saved_bytes
+                else ""
+            )
         )
 
 

@@ -195,7 +195,7 @@ def _print_layouts(answer: Answer, *, wide: bool) -> None:
         fitting = [choice for choice in answer.layouts if choice.verdict == "fits"]
         first = answer.layouts[0]
         print_paragraph(
-            f"\nIt fits: {len(fitting)} of {len(answer.layouts)} layouts, of which {first.layout.name} comes first."
+            f"\nIt fits in {len(fitting)} of {len(answer.layouts)} layouts; the first choice is {first.layout.name}."
             if fitting
             else f"\nIt {first.verdict} with this many GPUs; {first.layout.name} is the closest."
             + _alternatives(answer, first.verdict)

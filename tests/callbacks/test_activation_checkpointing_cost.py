@@ -205,6 +205,13 @@ def test_it_is_printed_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_modules_that_save_nothing_are_reported() -> None:
+    advice = "These modules save no memory: checkpoint larger ones."
+    assert advice in str(RecomputeReport(2048, 1024, 8, 4, 100, 0))
+    assert advice not in str(RecomputeReport(1024, 2048, 8, 4, 100, 25))
+    assert advice not in str(RecomputeReport(0, 0, 0, 4, 100, 0))  # nothing was counted
+
+
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_micro_batch_without_a_loss_is_not_counted() -> None:
     class Skips(Chain):

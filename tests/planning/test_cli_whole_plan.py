@@ -74,7 +74,7 @@ def test_without_a_shape_the_answer_is_for_the_proportions_of_llama_2(capsys):
     printed = output(capsys, words).out
     assumed = "No shape was given. Assumed, in the proportions of Llama 2: 32 layers, width 4096, 32 heads"
     assert assumed in words_of(printed)
-    assert "It fits: 10 of 12 layouts, of which FSDP 64 comes first." in printed
+    assert "It fits in 10 of 12 layouts; the first choice is FSDP 64." in printed
     printed = output(capsys, "plan --params 70B --device h100").out
     assert "It does not fit with this many GPUs; " in words_of(printed)
     assert content(capsys, f"plan {SMALL} --tokens 1B --device h100")["assumed_shape"] is None

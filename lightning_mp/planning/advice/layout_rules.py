@@ -215,7 +215,7 @@ def _by_states(question: Question, parameters: float, memory_bytes: float) -> La
         strategy = "ddp" if whole else Component("FSDP2Strategy", (("shard", "auto"),))
         value = "ddp" if isinstance(strategy, str) else strategy.python()
         too_much = "more than one GPU has" if states > memory_bytes else "one GPU may not have that much to spare"
-        reason = f"{kept}: {'as much as one GPU holds' if whole else f'{too_much}, so they are sharded'}."
+        reason = f"{kept}: {'one GPU holds all of it' if whole else f'{too_much}, so they are sharded'}."
         sure: Sure = "certain" if states > memory_bytes else "likely"
         choices.append(Choice("strategy", value, reason, _DDP if whole else _FSDP, sure))
     share = (
