@@ -107,6 +107,25 @@ def test_a_second_signal_is_not_held_back() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_handlers_are_restored_where_lightning_fails_to() -> None:
+    class Fails(Callback):
+        """What Lightning does behind this, for instance with workers, ends before it comes to the signals."""
+
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            trainer.fit_loop.teardown = fails  # type: ignore[method-assign]
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            fit(Regression(), StopAtBoundary(signals="SIGUSR1"), Fails())
+        assert signal.getsignal(signal.SIGUSR1) is before
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_time_runs_out(tmp_path: Path) -> None:
     stop = StopAtBoundary(max_seconds=1e-9, dirpath=tmp_path / "here")
     trainer = fit(Regression(), stop)
