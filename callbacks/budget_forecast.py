@@ -1,6 +1,7 @@
 """The final loss and remaining time of a run, forecast while it trains."""
 
 import time
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.saved_state import AMOUNT, ANY_NUMBER, COUNT, POSITIVE_COUNT, checked_state, listed_of
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -23,6 +25,15 @@ from lightning_mp.planning.scaling_laws.forecast import LossForecast, SecondsFor
 
 _MOST_POINTS = 2_000
 _RECENT_POINTS = 200
+
+
+@dataclass
+class _Fit:
+    """What one fit forecasts from; the points of the run are the callback's."""
+
+    budget: ChinchillaBudget
+    recent: list[tuple[float, float]] = field(default_factory=list)  # seconds and tokens
+    on_its_way: HostCopy | None = None  # the loss of the last window
 
 
 class BudgetForecast(SettingsRepr, Callback):
@@ -67,10 +78,8 @@ class BudgetForecast(SettingsRepr, Callback):
         self.time: SecondsForecast | None = None
         self.tokens: list[float] = []
         self.losses: list[float] = []
-        self._recent: list[tuple[float, float]] = []
-        self._on_its_way: HostCopy | None = None
         self._stride, self._windows = 1, 0
-        self._budget: ChinchillaBudget | None = None
+        self._fit: _Fit | None = None
 
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
@@ -86,26 +95,31 @@ class BudgetForecast(SettingsRepr, Callback):
                 "BudgetForecast forecasts the end of a ChinchillaBudget in tokens or FLOPs, and there is none. Add"
                 " ChinchillaBudget(tokens=...) to the callbacks, or remove BudgetForecast."
             )
-        self._budget = budgets[0]
-        self._recent, self._on_its_way = [], None
+        self._fit = _Fit(budgets[0])
+        Patches.of(trainer).at_end(self._end)
+
+    def _end(self) -> None:
+        self._fit = None
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Records the loss of a window, and forecasts every ``every_n_steps``."""
-        controller = AccumulationController.of(trainer)
+        fit, controller = self._fit, AccumulationController.of(trainer)
+        assert fit is not None
         assert controller is not None
         if controller.is_open:
             return
-        before, logged = self._on_its_way, trainer.callback_metrics.get(self.metric)
-        self._on_its_way = HostCopy(logged.detach().reshape(1)) if isinstance(logged, torch.Tensor) else None
+        before, logged = fit.on_its_way, trainer.callback_metrics.get(self.metric)
+        fit.on_its_way = HostCopy(logged.detach().reshape(1)) if isinstance(logged, torch.Tensor) else None
         if before is not None:
-            self._note(float(controller.counter.tokens_before_last_window), before.read()[0])
+            tokens = float(controller.counter.tokens_before_last_window)
+            fit.recent = [*fit.recent[-_RECENT_POINTS:], (time.monotonic(), tokens)]
+            self._note(tokens, before.read()[0])
         if trainer.global_step % self.every_n_steps == 0:
-            self._forecast()
+            self._forecast(fit)
 
     def _note(self, tokens: float, loss: float) -> None:
-        self._recent = [*self._recent[-_RECENT_POINTS:], (time.monotonic(), tokens)]
         self._windows += 1
         if self._windows % self._stride == 0:
             self.tokens.append(tokens)
@@ -118,13 +132,12 @@ class BudgetForecast(SettingsRepr, Callback):
             return {}
         return {"mp/forecast_loss": self.loss.loss, "mp/forecast_seconds": self.time.seconds}
 
-    def _forecast(self) -> None:
-        assert self._budget is not None
-        assert self._budget.budget_tokens is not None
-        end = max(float(self._budget.budget_tokens), *self.tokens[-1:], 1.0)
+    def _forecast(self, fit: _Fit) -> None:
+        assert fit.budget.budget_tokens is not None
+        end = max(float(fit.budget.budget_tokens), *self.tokens[-1:], 1.0)
         try:
             self.loss = forecast_loss(self.tokens, self.losses, end, confidence=self.confidence)
-            seconds, tokens = zip(*self._recent, strict=True)
+            seconds, tokens = zip(*fit.recent, strict=True)
             self.time = forecast_seconds(seconds, tokens, end)
         except ValueError:
             # Too few points yet.
