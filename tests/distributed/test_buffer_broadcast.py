@@ -9,7 +9,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import fsdp2
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from small_models import ResumableLoader, loader, quiet_trainer

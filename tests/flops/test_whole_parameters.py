@@ -7,7 +7,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from small_models import TokenModel, fit, loader, quiet_trainer, token_batches
 from strategy_rows import STRATEGIES
 from strategy_runs import Layout, share

@@ -8,7 +8,8 @@ import pytest
 import torch
 from cpu_fsdp import CpuFsdp
 from fsdp2_runs import fsdp2, full_weights
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import fit, loader, quiet_trainer

@@ -8,7 +8,8 @@ import math
 
 import pytest
 import torch
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh

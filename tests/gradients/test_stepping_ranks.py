@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from small_models import Regression, loader, quiet_trainer, regression_batches, sgd
 from torch import nn

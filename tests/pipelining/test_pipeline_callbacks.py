@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, token_batches
 from torch import nn

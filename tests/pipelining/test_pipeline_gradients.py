@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from pipelined_models import PipelinedGPT, PipelinedMLP, losses_of, token_batches
 
 from lightning_mp import PipelineParallelStrategy

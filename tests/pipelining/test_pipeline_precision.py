@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gloo import FLOAT8, run_ranks
+from gloo import FLOAT8
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, losses_of
 from torch import nn

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from master_loops import as_kept

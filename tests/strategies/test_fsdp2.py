@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import TokenModel, adamw, fused_adamw, loader, quiet_trainer, token_batches, weights

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import Recorded, ResumableLoader, batches, fp16, fsdp2, model
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
