@@ -73,17 +73,9 @@ class ResolvedPolicy:
         number = self.operations.get(module.operation)
         return module.rule if number is None or self.rules[number].dtype == LOW else number
 
-    def fp32_modules(self) -> tuple[str, ...]:
-        """Names of the modules whose own parameters stay in fp32 when a model's weights are cast to 16 bit."""
-        return tuple(m.name for m in self.modules if m.has_parameters and self.compute_dtype(m) == torch.float32)
-
     def modules_not_used_in(self, dtype: torch.dtype) -> tuple[str, ...]:
         """Names of the modules whose own weights are used in another dtype, where :data:`LOW` is this 16-bit dtype."""
         return tuple(m.name for m in self.modules if m.has_parameters and self.compute_dtype(m) not in (LOW, dtype))
-
-    def modules_kept_from_low(self) -> tuple[str, ...]:
-        """Names of the modules whose own weights are used in an explicit dtype: no fp8, no other 16 bit for them."""
-        return tuple(m.name for m in self.modules if m.has_parameters and self.compute_dtype(m) != LOW)
 
 
 HEAD = ("what", "rule", "dtype")

@@ -52,11 +52,6 @@ class AccumulationTotals:
         host[5] = max(host[5], input_tokens)
         return AccumulationTotals(self.micro_batches + 1, tuple(host), tuple(device))
 
-    @property
-    def host_items(self) -> float | None:
-        """The items, if the host knows them all."""
-        return self.host[0] if self.device[0] is None else None
-
     def tensor(self, device: torch.device) -> Tensor:
         """Items; target, input tokens; samples; non-pad tokens; largest micro-batch; shape ``[6]``.
 

@@ -155,11 +155,11 @@ class Run:
         totals = self.state.window.totals
         assert totals is not None
         assert totals.micro_batches == len(self._factors)
-        assert totals.host_items == sum(self._window)
+        assert (totals.device[0], totals.host[0]) == (None, sum(self._window))
         self.state = transitions.take_totals(self.state)
         if self._factors:
             # Lightning divides each loss by the planned length.
-            mean = transitions.expected_items(self.state, num_ranks=1) / totals.host_items / self.state.window.planned
+            mean = transitions.expected_items(self.state, num_ranks=1) / totals.host[0] / self.state.window.planned
             self.weights.append([factor * mean for factor in self._factors])
         self.steps.append(self._window)
         self._window, self._factors = [], []

@@ -273,7 +273,7 @@ def test_16_bit_weights_follow_the_policy_too():
     """As master weights have them: under autocast every rule holds, and no weight is cast."""
     module = Classifier()
     applied = AppliedPolicy(PrecisionPolicy(RULES), module, "cpu")
-    stay = applied.resolved.fp32_modules()
+    stay = applied.resolved.modules_not_used_in(LOW)
     assert stay == ("head",)
     for name, part in module.named_modules():
         if name not in stay:

@@ -207,14 +207,19 @@ def test_operations_are_named_by_family_member_glob_or_any_function_of_torch():
 
 def test_modules_that_stay_in_fp32_are_those_of_fp32_rules_and_fp32_operations():
     resolved = PrecisionPolicy([("blocks.0", "fp32"), ("head", "bf16"), ("norms", "fp32")]).resolve(Model(2))
-    assert resolved.fp32_modules() == ("blocks.0.norm", "blocks.0.mlp.0", "blocks.0.mlp.2", "blocks.1.norm")
-    assert resolved.modules_kept_from_low() == (*resolved.fp32_modules(), "head")
+    assert resolved.modules_not_used_in(torch.bfloat16) == (
+        "blocks.0.norm",
+        "blocks.0.mlp.0",
+        "blocks.0.mlp.2",
+        "blocks.1.norm",
+    )
+    assert resolved.modules_not_used_in(torch.float16) == (*resolved.modules_not_used_in(torch.bfloat16), "head")
 
 
 def test_a_16_bit_rule_about_a_block_leaves_its_norms_to_the_rule_about_norms():
     resolved = PrecisionPolicy([("blocks.0", "bf16"), ("norms", "fp32")]).resolve(Model(1))
-    assert resolved.fp32_modules() == ("blocks.0.norm",)
-    assert set(resolved.modules_kept_from_low()) == {"blocks.0.norm", "blocks.0.mlp.0", "blocks.0.mlp.2"}
+    assert resolved.modules_not_used_in(torch.bfloat16) == ("blocks.0.norm",)
+    assert set(resolved.modules_not_used_in(torch.float16)) == {"blocks.0.norm", "blocks.0.mlp.0", "blocks.0.mlp.2"}
 
 
 def test_the_table_has_a_row_per_rule_and_like_named_modules():

@@ -36,7 +36,7 @@ def sums(counter):
 def test_an_empty_window_holds_nothing():
     totals = AccumulationTotals()
     assert totals.micro_batches == 0
-    assert totals.host_items == 0.0
+    assert (totals.host[0], totals.device[0]) == (0.0, None)
     assert totals.tensor(CPU).tolist() == [0.0] * NUM_TOTALS
 
 
@@ -68,7 +68,7 @@ def test_totals_are_the_sums_whether_counted_on_the_host_or_on_the_device(number
     assert totals.tensor(CPU).tolist() == expected
     assert totals.tokens(CPU).item() == expected[1]
     assert totals.micro_batches == len(numbers)
-    assert totals.host_items == (expected[0] if all_items_on_host else None)
+    assert (totals.device[0] is None) == all_items_on_host
 
 
 def test_totals_are_one_vector_in_double_precision():
