@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import TokenModel, quiet_trainer, token_batches

@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import process_group, run_ranks
+from gloo import process_group
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from pipelined_models import PipelinedMLP
 from pipelined_models import fit as fit_pipeline

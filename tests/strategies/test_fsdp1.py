@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import run_ranks
+from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
