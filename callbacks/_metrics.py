@@ -27,7 +27,7 @@ Metrics = Callable[[], Mapping[str, float]]
 
 
 class CallbackMetrics(Callback):
-    """Collects the numbers of the callbacks of one ``fit`` and hands them on when they are due.
+    """Collects the numbers of the callbacks of one ``fit`` and logs them when they are due.
 
     ``LightningModule.log`` costs some 2,000 Python calls per number and micro-batch, logged or not. Here nothing is
     called between two logging steps. Numbers go
@@ -150,7 +150,7 @@ class CallbackMetrics(Callback):
                 logger.save()
 
     def _get_metrics(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> Any:
-        """Of the progress bar, which asks whenever it refreshes."""
+        """Of the progress bar, which reads them whenever it refreshes."""
         for _, on_bar in self._sources:
             if on_bar is not None:
                 self._on_bar.update(on_bar())

@@ -116,7 +116,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
             _keep_state_as_it_is(patches, strategy)
         elif isinstance(strategy, FSDPStrategy) and trainer.state.fn == TrainerFn.FITTING:
             _refuse_without_state(patches, strategy)
-        elif type(strategy) in (SingleDeviceStrategy, DDPStrategy):  # others may read folders of their own
+        elif type(strategy) in (SingleDeviceStrategy, DDPStrategy):  # others may read their own kind of folder
             _refuse_folders(patches, strategy)
         # Behind the others, so that a checkpoint that another writes on an exception is atomic too.
         RunState.of(trainer).place_callback(self, "last")

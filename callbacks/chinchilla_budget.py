@@ -221,15 +221,15 @@ class ChinchillaBudget(SettingsRepr, Callback):
         """Tokens of each target, and what is said about it."""
         targets = [] if self._tokens is None else [(self._tokens, "")]
         if self.tokens_per_parameter is not None or self.flops is not None:
-            parameters, met, which = _count_parameters(trainer, pl_module, self.parameters)
+            parameters, used, which = _count_parameters(trainer, pl_module, self.parameters)
             if self.tokens_per_parameter is not None:
                 tokens = tokens_for(parameters, self.tokens_per_parameter)
                 how = f"{self.tokens_per_parameter:g} tokens x {parameters:,} parameters ({which})"
                 targets.append((tokens, f"ChinchillaBudget: {how} = {tokens:,} tokens."))
             if self.flops is not None:
-                tokens = max(1, int(self.flops / (FLOPS_PER_PARAMETER_AND_TOKEN * met)))
-                which += "; of a mixture the experts that a token is sent to" if met < parameters else ""
-                how = f"{self.flops:.4g} FLOPs / (6 x {met:,} parameters ({which}))"
+                tokens = max(1, int(self.flops / (FLOPS_PER_PARAMETER_AND_TOKEN * used)))
+                which += "; of a mixture the experts that a token is sent to" if used < parameters else ""
+                how = f"{self.flops:.4g} FLOPs / (6 x {used:,} parameters ({which}))"
                 targets.append((tokens, f"ChinchillaBudget: {how} = {tokens:,} tokens."))
         return targets
 
@@ -416,10 +416,10 @@ def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", wh
             " budget would be 0 tokens. Give tokens=, or count other parameters."
         )
     try:
-        met = sum(elements_used(model, everything))
+        used = sum(elements_used(model, everything))
     except ValueError:
-        met, said = number, f"{said}; no configuration says how many experts a token is sent to"
-    return number, met, said
+        used, said = number, f"{said}; no configuration says how many experts a token is sent to"
+    return number, used, said
 
 
 def _refuse_what_does_nothing(

@@ -311,7 +311,7 @@ class ExactResume(SettingsRepr, Callback):
     # -- record --------------------------------------------------------------------------------------------------------
 
     def needs_gradients(self, step_index: int) -> bool:
-        """Whether gradients are hashed; the precision plugins ask."""
+        """Whether gradients are hashed; called by the precision plugins."""
         return self.record is not None
 
     def on_train_batch_start(

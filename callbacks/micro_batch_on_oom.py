@@ -55,7 +55,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
     Differences from a run without it:
 
-    - Forwards *and* backwards run inside ``training_step``; Lightning's backward only hands the gradients out. Hooks
+    - Forwards *and* backwards run inside ``training_step``; Lightning's backward only assigns the gradients. Hooks
       (``on_before_backward``, ``on_after_backward``), the loss scale, accumulation, budgets and the optimizer see one
       micro-batch, as usual; a profiler shows backwards as part of the training step. It costs two passes over the
       gradients per micro-batch, and inside an open window memory for one more set of gradients towards the end of a

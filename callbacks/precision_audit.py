@@ -150,10 +150,10 @@ def _of_all_stages(
     report: AuditReport, saw_backward: bool, pl_module: "pl.LightningModule"
 ) -> tuple[AuditReport, bool]:
     """A stage without anything to train may have seen no backward, and comes here all the same."""
-    told = all_gathered((report, saw_backward))
+    gathered = all_gathered((report, saw_backward))
     with full_model(pl_module):
         names = [name for name, _ in named_modules(pl_module)]
-    return join_stages([stage for stage, _ in told], names), any(seen for _, seen in told)
+    return join_stages([stage for stage, _ in gathered], names), any(seen for _, seen in gathered)
 
 
 def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> RequestedPrecision:

@@ -291,7 +291,7 @@ class TokenLearningRate(SettingsRepr, Callback):
             micro_batches.append((trainer.max_steps - trainer.global_step) * self._controller.state.window.planned)
         if micro_batches:
             tokens = self._controller.counter.tokens + min(micro_batches) * self._controller.input_tokens(batch)
-            # Padding is in it, and batches differ: only a horizon that is far too long can be told now.
+            # Padding is in it, and batches differ: only a horizon that is far too long can be detected now.
             if self.horizon_tokens is not None and self.horizon_tokens > LONGEST_COSINE * tokens:
                 self._warn_about_missed_end(tokens, f"a run of batches like the first has about {tokens:,} tokens")
 

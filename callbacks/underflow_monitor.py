@@ -43,7 +43,7 @@ from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_obs
 from lightning_mp.diagnostics.underflow.watch import ActivationWatch, BackwardWatch, leaf_modules
 
 _KINDS = ("gradients", "activations", "activation_gradients")
-#: So many of the last observations the suggested scale has to suit.
+#: Number of last observations that the suggested scale must suit.
 SUGGESTION_OBSERVATIONS = 10
 #: So many observations the history keeps.
 HISTORY_OBSERVATIONS = 1000
@@ -269,7 +269,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         factor = self._factor(loss_scale, already_scaled=gradients_are_scaled(trainer, optimizer))
         watch, self._fit.backwards = self._fit.backwards, None
         table = count_gradients(trainer, pl_module, optimizer, factor, watch)
-        # Backward holds gradients times the loss scale, whoever unscales them later.
+        # Backward holds gradients times the loss scale; they are unscaled later.
         held_factor = self._factor(loss_scale, already_scaled=True)
         largest = largest_on_any_rank(trainer, watch, held_factor, pl_module.device)
         kept = kept_in_fp32(pl_module, watch)

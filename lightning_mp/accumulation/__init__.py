@@ -1,1 +1,1 @@
-"""Which micro-batches make one optimizer step, and how far the run is inside of one."""
+"""Which micro-batches make one optimizer step, and how far the run is within one."""

@@ -33,7 +33,7 @@ class _MeanStepsPerEpoch(float):
 class ScheduledWindows(ModuloOverride):
     """A number of micro-batches by which ``trainer.estimated_stepping_batches`` finds the steps of a whole schedule.
 
-    Lightning computes ``ceil(batches / N) * epochs`` with the ``N`` that holds when it is asked. Python lets the right
+    Lightning computes ``ceil(batches / N) * epochs`` with the ``N`` of that moment. Python lets the right
     operand answer the division if its class is a subclass of the left one's.
 
     >>> windows = ScheduledWindows(1, lambda: 18)
@@ -61,7 +61,7 @@ class ScheduledWindows(ModuloOverride):
 class AccumulateGradBatches(ScheduledWindows):
     """The value of ``trainer.accumulate_grad_batches`` for one micro-batch.
 
-    Lightning asks it two questions by modulo: ``batch_idx % N == 0`` (set the gradients to zero?) and
+    Lightning evaluates two conditions by modulo: ``batch_idx % N == 0`` (set the gradients to zero?) and
     ``(batch_idx + 1) % N == 0`` (make the optimizer step?). Python lets the right operand answer if its class is a
     subclass of the left one's, so the answers come from the controller. For everything else it is the plain number
     ``N``, by which Lightning divides the loss.
@@ -101,13 +101,13 @@ class AccumulateGradBatches(ScheduledWindows):
 
 @dataclass(frozen=True)
 class LightningWindows:
-    """The schedule of Lightning itself: ``trainer.accumulate_grad_batches``, whoever sets it."""
+    """The schedule of Lightning itself: ``trainer.accumulate_grad_batches``, from any source."""
 
     trainer: "pl.Trainer"
 
     @property
     def units(self) -> frozenset[Unit]:
-        """Nothing has to be counted."""
+        """Nothing is counted."""
         return frozenset()
 
     @property

@@ -200,7 +200,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """A tensor or a NumPy array; whoever has one has imported NumPy."""
+    """A tensor or a NumPy array; NumPy is imported only if the user has done so."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
 

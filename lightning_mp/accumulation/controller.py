@@ -356,7 +356,7 @@ class AccumulationController(Callback):
             trainer.should_stop = True
 
     def _measure_loss(self, trainer: "pl.Trainer", loss: Tensor) -> None:
-        """Takes for the items of the micro-batch at hand what its loss averages over, if that is to be seen."""
+        """Takes as items of the current micro-batch what its loss averages over, if that is visible."""
         micro_batch, fit = self.state.micro_batch, self._fit
         assert micro_batch is not None
         measure = micro_batch.measure

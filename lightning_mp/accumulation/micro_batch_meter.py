@@ -49,7 +49,7 @@ class MicroBatchMeter:
             "If the loss is a mean over something else, pass count=, a function from a batch to the number that its"
             " loss is a mean over, or put a tensor with one row per sample first.",
         )
-        # Until the first loss has told whether it knows its own number.
+        # Until the first loss has shown whether it knows its number.
         self._awaits_loss = settings.weighting.weight_by == "auto" and settings.weighting.count is None
         self._unlooked: Any = None
         self._is_alone = num_data_ranks(trainer) == 1
@@ -75,7 +75,7 @@ class MicroBatchMeter:
         return measure, ends_run
 
     def weighs_rows(self) -> None:
-        """The first loss has not told what it averages over: the rows of batches matter."""
+        """The first loss has not shown what it averages over: the rows of batches matter."""
         self._awaits_loss, batch, self._unlooked = False, self._unlooked, None
         if batch is not None:
             self._ragged.look(batch)

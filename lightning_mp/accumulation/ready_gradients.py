@@ -1,4 +1,4 @@
-"""A loss whose gradients are known already: backward hands them out instead of computing them.
+"""A loss whose gradients are known already: backward assigns them instead of computing them.
 
 All of a micro-batch's forwards and backwards can so be over before Lightning's own backward begins, which is then too
 small to run out of memory. Yet it passes through everything that a backward passes through: the division by the window,
@@ -25,9 +25,9 @@ def loss_with_gradients(
 ) -> Tensor:
     r"""The value of ``loss``, with given gradients.
 
-    Where backward hands down :math:`u`, parameter :math:`p` gets :math:`G_p \, u / \text{factor}`. The gradients are
+    Where backward passes down :math:`u`, parameter :math:`p` gets :math:`G_p \, u / \text{factor}`. The gradients are
     multiplied in place (two passes) and moved, not copied, into ``p.grad`` where it is empty. If ``factor`` is what
-    backward hands down, the multiplication is by exactly 1.
+    backward passes down, the multiplication is by exactly 1.
 
     >>> import torch
     >>> from lightning_mp.accumulation.ready_gradients import loss_with_gradients
@@ -46,7 +46,7 @@ def loss_with_gradients(
 
 
 def factor_of_backward(trainer: "pl.Trainer", loss: Tensor) -> Tensor:
-    """What Lightning's backward will hand down to a loss: the loss scale over the length of the window."""
+    """What Lightning's backward will pass down to a loss: the loss scale over the length of the window."""
     one = torch.ones_like(loss, requires_grad=False)
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     scaled: Tensor = one if scaler is None else scaler.scale(one)

@@ -34,7 +34,7 @@ class WindowSchedule(Protocol):
 
     @property
     def units(self) -> frozenset[Unit]:
-        """What has to be counted for it."""
+        """What is counted for it."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class Thresholds:
 
     @property
     def units(self) -> frozenset[Unit]:
-        """What has to be counted for it."""
+        """What is counted for it."""
         return frozenset({self.unit})
 
     @property
@@ -109,7 +109,7 @@ class TargetBatch:
 
     @property
     def units(self) -> frozenset[Unit]:
-        """What has to be counted for it."""
+        """What is counted for it."""
         return frozenset({self.unit, self.counted})
 
     @property

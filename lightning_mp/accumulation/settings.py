@@ -1,4 +1,4 @@
-"""How a fit accumulates: what callbacks ask of the accumulation controller, checked against each other, then frozen."""
+"""How a fit accumulates: what callbacks request of the controller, checked against each other, then frozen."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,7 +88,7 @@ class AccumulationSettings:
         return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
 
     def weigh(self, weight_by: WeightBy | None, count: CountFunction | None) -> None:
-        """Micro-batches weigh what ``weight_by`` says, None for who only counts; ``count`` overrides the labels."""
+        """Micro-batches are weighted by ``weight_by``, or only counted with None; ``count`` overrides the labels."""
         known = self.weighting
         if known is None:
             self.weighting = Weighting(weight_by, count)

@@ -4,12 +4,12 @@
 
     open_window          a micro-batch comes, and no window is open
     begin_micro_batch    it is counted, and trimmed where the budget ends in it: does the optimizer step after it?
-    add_micro_batch      its loss comes to backward
+    add_micro_batch      backward of its loss begins
     take_totals          the optimizer steps with the window's gradient
     end_micro_batch      it is over: the window is closed, or stays open
 
     close_early          the window closes between two micro-batches
-    resume_window        a checkpoint was written inside of a window
+    resume_window        a checkpoint was written within a window
     end_at               the run is to end elsewhere
 
 The accumulation controller calls them. A checkpoint holds the run's own numbers; those of an open window are saved with
@@ -76,7 +76,7 @@ class Window:
     planned: int = 1  # micro-batches that it is to have
     position: int = 0  # those that are over
     is_open: bool = False  # the last one left it open
-    closes: bool = False  # the optimizer steps after the micro-batch at hand
+    closes: bool = False  # the optimizer steps after the current micro-batch
     # of those that came to backward on this rank; None once the optimizer step has taken them
     totals: AccumulationTotals | None = None
 
@@ -94,8 +94,8 @@ class AccumulationState:
     budget_reached: bool = False  # whether the run has ended on its budget
     # where this fit ends, if not where its settings say; it is saved by the callback that requested it
     end_tokens: int | None = None
-    window: Window = Window()  # the window at hand, or the last one
-    micro_batch: MicroBatch | None = None  # the micro-batch at hand, or the last one
+    window: Window = Window()  # the current window, or the last one
+    micro_batch: MicroBatch | None = None  # the current micro-batch, or the last one
 
     def in_layout(self, layout: DataLayout) -> "AccumulationState":
         """The state for a run that continues in a layout: in another one, sizes are measured again."""
@@ -172,7 +172,7 @@ def begin_micro_batch(
 
 
 def add_micro_batch(state: AccumulationState, reference_items: float) -> AccumulationState:
-    """The loss of the micro-batch at hand comes to backward: it counts."""
+    """Backward of the current micro-batch's loss begins: it counts."""
     assert state.micro_batch is not None
     assert state.window.totals is not None
     m, window = state.micro_batch.measure, state.window
@@ -187,7 +187,7 @@ def take_totals(state: AccumulationState) -> AccumulationState:
 
 
 def end_micro_batch(state: AccumulationState) -> AccumulationState:
-    """The micro-batch at hand is over."""
+    """The current micro-batch is over."""
     window = state.window
     return replace(state, window=replace(window, position=window.position + 1, is_open=not window.closes))
 
@@ -200,7 +200,7 @@ def close_early(state: AccumulationState) -> AccumulationState:
 def resume_window(
     state: AccumulationState, planned: int, position: int, totals: AccumulationTotals
 ) -> AccumulationState:
-    """The run continues inside of a window that was saved open."""
+    """The run continues in a window that was saved open."""
     return replace(state, window=Window(planned, position, is_open=True, totals=totals))
 
 
@@ -218,7 +218,7 @@ def end_at(state: AccumulationState, tokens: int) -> AccumulationState:
 
 
 def is_single_micro_batch_step(state: AccumulationState) -> bool:
-    """Whether the micro-batch at hand is the whole step: its loss is the mean already, and nothing is multiplied.
+    """Whether the current micro-batch is the whole step: its loss is the mean already, and nothing is multiplied.
 
     Multiplying and dividing again would move fp16 gradients by what its items are over those of the run's first one.
     """
@@ -228,7 +228,7 @@ def is_single_micro_batch_step(state: AccumulationState) -> bool:
 
 
 def loss_factor(state: AccumulationState) -> float | Tensor:
-    """What the loss of the micro-batch at hand is multiplied by: its items over those of the run's first one."""
+    """The factor of the current micro-batch's loss: its items over those of the run's first one."""
     assert state.micro_batch is not None
     assert state.reference_items is not None
     measure = state.micro_batch.measure

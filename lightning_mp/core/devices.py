@@ -40,7 +40,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def sent_to(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor on another device. The host waits only for what comes to it from there.
+    """A tensor on another device. The host waits only for a copy to the host.
 
     ``.to("cpu", non_blocking=True)`` returns before a GPU has written the numbers: what is read is what their memory
     held before.

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def trainer_of(module: nn.Module) -> "pl.Trainer | None":
-    """The module's Trainer; None if it has none, or only Fabric's stand-in."""
+    """The module's Trainer; None without one, or with Fabric's substitute."""
     if not isinstance(module, pl.LightningModule):
         return None
     try:

@@ -1,7 +1,7 @@
 """A device value that the host reads later, when the device has long finished it.
 
 Reading ``tensor.item()`` right after the kernel that makes it stops the host until the device has caught up. A
-:class:`HostCopy` starts the transfer at once and lets the host ask for the numbers one optimizer step later: by then
+:class:`HostCopy` starts the transfer at once and lets the host read the numbers one optimizer step later: by then
 the transfer is over and asking costs nothing.
 """
 

@@ -7,8 +7,8 @@ from typing import Self
 class ModuloOverride(int):
     """A number of which only the answer to a modulo differs; copies and pickles are plain numbers.
 
-    Lightning asks by modulo whether a batch ends an accumulation window or a learning-rate interval. Python lets the
-    right operand answer if its class is a subclass of the left one's.
+    Lightning computes by modulo whether a batch ends an accumulation window or a learning-rate interval. Python calls
+    the right operand's method if its class is a subclass of the left one's.
 
     >>> every_second = ModuloOverride.of(2, lambda value: value // 10)
     >>> [value % every_second for value in (10, 20)], every_second + 1

@@ -28,7 +28,7 @@ class Patch:
         self._owner, self._name = owner, name
         self._before: Any = vars(owner).get(name, _ABSENT)
         original = getattr(owner, name, None)
-        #: What ``replacement`` stands for; it does nothing where there was no such method.
+        #: What ``replacement`` replaces; it does nothing where there was no such method.
         self.original: Callable[..., Any] = _nothing if original is None else original
         top = self._tops.get((id(owner), name))
         self._below = top if top is not None and top._value is self._before else None
@@ -77,7 +77,7 @@ class Patches:
     """All that one run of a Trainer has replaced; Lightning's last call of the run puts everything back.
 
     That call is the module's ``teardown`` at the end of a run, and the strategy's ``teardown`` after an exception, a
-    keyboard interrupt or an error in set-up, also where either raises. Where Lightning comes to neither, as some
+    keyboard interrupt or an error in set-up, also where either raises. Where Lightning reaches neither, because a
     callback's ``on_exception`` raised, the next run begins with it.
     """
 

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PICTURE_ENDINGS = (".png", ".pdf", ".svg")
-# Okabe and Ito's palette, told apart with every kind of colour blindness: https://jfly.uni-koeln.de/color/
+# Okabe and Ito's palette, distinguishable with every kind of colour blindness: https://jfly.uni-koeln.de/color/
 BLUE, ORANGE, GREEN, PURPLE, YELLOW = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00"
 GREY = "#555555"
 

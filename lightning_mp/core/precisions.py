@@ -1,7 +1,7 @@
 """Every precision by name: what it stores per parameter, and in which format a step computes.
 
 The plugins themselves need a Trainer. Here is what they keep, as a few values; a test compares these with the plugins.
-Other places ask here: what a name means is not written down a second time.
+Every other place uses this table: the meaning of a name is defined only here.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class PrecisionSpec:
     """
 
     name: str  # as in :data:`PRECISIONS`
-    plugin: str  # how to ask a Trainer for it
+    plugin: str  # how to select it in a Trainer
     weight_bytes: int  # of a parameter, and of its gradient
     master_bytes: int  # of what is kept beside a trainable 16-bit weight
     compute_dtype: torch.dtype  # of matrix products; of fp8 that of all else
@@ -73,7 +73,7 @@ AUTOCAST_DTYPES = {row.name: row.compute_dtype for row in PRECISIONS.values() if
 
 _FORMATS = {"16": "fp16", "bf16": "bf16", "fp8": "fp8", "32": "fp32", "64": "fp64"}
 
-# What the names of MasterWeightsPrecision mean, also where there is no plugin to ask.
+# What the names of MasterWeightsPrecision mean, also where there is no plugin.
 _BY_STORAGE: Mapping[tuple[str, str], str] = {
     ("16-true", "fp32"): "16-masters",
     ("bf16-true", "fp32"): "bf16-masters",

@@ -51,9 +51,9 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_foreach_copy_", "all weights or gradients cast in one kernel"),
     (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every microbatch"),
     (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
-    (torch.Tensor, "_version", "tells that a weight was changed in place by other code"),
-    (torch.UntypedStorage, "_cdata", "tells that a weight lies in other memory than before"),
-    (torch._C, "_storage_Use_Count", "tells that another tensor lies in the memory of a weight"),
+    (torch.Tensor, "_version", "shows that other code has changed a weight in place"),
+    (torch.UntypedStorage, "_cdata", "shows that a weight has moved to other memory"),
+    (torch._C, "_storage_Use_Count", "shows that another tensor shares the memory of a weight"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
     (torch.optim, "_muon", "the module of the next two names"),
     (torch.optim._muon, "_zeropower_via_newtonschulz", "Muon's orthogonalisation, of a matrix that was put together"),
@@ -70,7 +70,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_subclasses", "tensors with device, dtype and autograd but no numbers, for estimates of memory"),
     (torch, "_C", "where the next name is kept"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key", "whether this torch's autocast knows an operation"),
-    (torch._C, "_current_autograd_node", "tells whether an operation runs in backward, and for which part of forward"),
+    (torch._C, "_current_autograd_node", "shows whether an operation runs in backward, and for which part of forward"),
     (torch.autograd, "_get_sequence_nr", "marks the parts of a forward, to recognise them in its backward"),
     (torch.autograd.graph.Node, "_sequence_nr", "the same mark of a node of the graph"),
     (torch._C, "DisableTorchFunction", "what a layer does inside is no business of rules about operations"),
@@ -81,7 +81,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
     (torch.nn.utils.parametrizations, "_Orthogonal", "a weight that needs matrix decompositions, which are fp32 only"),
-    (torch.nn.Module, "_compiled_call_impl", "tells that a module was compiled in place"),
+    (torch.nn.Module, "_compiled_call_impl", "shows that a module was compiled in place"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (automatic, "_AutomaticOptimization", "the loop of the next name"),
@@ -387,12 +387,12 @@ def clip_through_module(plugin: Precision, model: "pl.LightningModule", optimize
 
 
 def replace_clipping(plugin: Precision, replacement: Callable[..., None]) -> Patch:
-    """Puts ``replacement`` where a plugin, after the hooks that look at gradients, has the module clip them."""
+    """Replaces the call by which a plugin, after the hooks that see gradients, has the module clip them."""
     return Patch(plugin, "_clip_gradients", replacement)
 
 
 def is_compiled(module: "pl.LightningModule") -> bool:
-    """Whether torch.compile was called on the module or anything inside of it: whole, in place or as a wrapper."""
+    """Whether torch.compile was called on the module or a submodule: whole, in place or as a wrapper."""
     return getattr(module, "_compiler_ctx", None) is not None or any(
         inner._compiled_call_impl is not None or name.rpartition(".")[2] == "_orig_mod"
         for name, inner in module.named_modules()

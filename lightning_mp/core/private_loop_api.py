@@ -127,7 +127,7 @@ def end_resumed_batch(trainer: "pl.Trainer") -> None:
 
 
 def is_validation_due(trainer: "pl.Trainer") -> bool:
-    """Whether the batch at hand ends in a step and a validation, inside an epoch."""
+    """Whether the current batch ends in a step and a validation, inside an epoch."""
     fetcher, epoch_loop = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop
     if fetcher is None or not is_epoch_cut(trainer) or not epoch_loop.batch_progress.current.ready:
         return False
@@ -311,7 +311,7 @@ def is_in_end_of_epoch(trainer: "pl.Trainer") -> bool:
 
 
 def around_validation(trainer: "pl.Trainer", before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Calls the functions before a validation asks its loaders for anything, and when it is over."""
+    """Calls the functions before a validation first uses its loaders, and after it."""
 
     def count() -> None:
         with random_state_kept(torch.device("cpu")):
@@ -400,7 +400,7 @@ def latest_metrics(trainer: "pl.Trainer") -> dict[str, Any]:
 
 
 def set_metric_state(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
-    """Has a metric continue as if it had been updated so many times."""
+    """Sets the number of updates that a metric counts."""
     for name, value in states.items():
         setattr(metric, name, value)
     metric._update_count, metric._computed = updates, None

@@ -61,7 +61,7 @@ def allow_unused_layers(unit: object) -> None:
 
     Until torch 2.15 training stops at a unit never used before a backward without reduction (AttributeError,
     pytorch/pytorch#194058), at gradients of the last micro-batch in 16 bit beside sums in fp32 (AssertionError,
-    pytorch/pytorch#196996), and at a unit that was frozen in the first forward, whose dtypes it has not looked at
+    pytorch/pytorch#196996), and at a unit that was frozen in the first forward, whose dtypes it has not read
     (RuntimeError about ``grad_dtype``, pytorch/pytorch#186998).
     """
 
@@ -90,7 +90,7 @@ def sharding_param_dtype(unit: FSDPModule) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class FlatPart:
-    """One parameter inside of a flat parameter of FSDP1: its whole shape, and as what the modules hold its shard."""
+    """One parameter in a flat parameter of FSDP1: its whole shape, and the modules' objects that hold its shard."""
 
     shape: torch.Size
     element_bytes: int
@@ -165,7 +165,7 @@ def number_reduced_by_ddp(model: torch.nn.parallel.DistributedDataParallel) -> i
 
 
 def uses_sync_batchnorm(strategy: ParallelStrategy) -> bool:
-    """Whether the Trainer was given ``sync_batchnorm=True`` or a plugin for it; it tells only the strategy."""
+    """Whether the Trainer was given ``sync_batchnorm=True`` or a plugin for it; it informs only the strategy."""
     return strategy._layer_sync is not None
 
 

@@ -13,7 +13,7 @@ from lightning_mp.core.messages import lightning_logger
 def quiet_lightning(level: int, *ignored_warnings: str) -> Iterator[None]:
     """Keeps off the terminal Lightning's messages below a level, its tips, and warnings about nothing in the run."""
     logger = lightning_logger()
-    # It tells the default of `weights_only` with every checkpoint.
+    # Lightning prints the default of `weights_only` with every checkpoint.
     saving = logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector")
     levels = logger.level, saving.level
     with warnings.catch_warnings():

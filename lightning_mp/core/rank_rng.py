@@ -18,7 +18,7 @@ class RankRNG:
 
     Those have the same seed, so that a dropout mask on what all of them hold is the same mask. On shards of a tensor,
     and on different layers, that would repeat one rank's mask on all others. So in between each rank draws from a
-    sequence of its own, and the common one continues as if nothing had been drawn.
+    separate sequence, and the common one continues as if nothing had been drawn.
 
     By default a seed is drawn from the common sequence each time, and the rank's own sequence restarts from it: an
     activation checkpoint that restores the common sequence gets the same masks. With ``seed`` the rank's sequence goes
@@ -42,7 +42,7 @@ class RankRNG:
 
     @classmethod
     def kept_states(cls) -> list[dict[str, Any]]:
-        """Where the sequences of this process that continue stand, by rank."""
+        """Positions of the sequences of this process that continue, by rank."""
         kept = sorted((rng for rng in cls._kept if rng._seed is not None), key=lambda rng: rng._rank)
         return [{"rank": rng._rank, "seed": rng._seed, "states": list(rng._states)} for rng in kept]
 

@@ -13,7 +13,7 @@ from torch import nn
 class SettingsRepr:
     """Shows the arguments of ``__init__`` as they were understood: ``"1e9"`` as a number, the device that was found.
 
-    Each is read from the attribute of its name, or of its name behind an underscore. None, which stands for "not
+    Each is read from the attribute of its name, or of its name behind an underscore. None, which means "not
     given", is left out, and so is what a constructor that failed has not set.
 
     >>> class Monitor(SettingsRepr):
@@ -55,7 +55,7 @@ def _shown(value: Any) -> str:
 
 
 class NamespaceHint(SettingsRepr):
-    """Shows its settings, and the hint where ``pytorch_lightning`` asks: its errors print what they do not know.
+    """Shows the settings, and a hint if ``pytorch_lightning`` calls it: its errors print objects that it does not know.
 
     >>> class Part(NamespaceHint):
     ...     kind = "strategy"
@@ -73,7 +73,7 @@ class NamespaceHint(SettingsRepr):
 
 
 def namespace_hint(kind: str) -> str:
-    """For a ``__repr__``: which import a part needs, if ``pytorch_lightning`` asks for it; "" elsewhere."""
+    """For a ``__repr__``: which import a part needs, if ``pytorch_lightning`` calls it; "" elsewhere."""
     asking = sys._getframe(2).f_globals.get("__name__", "")
     if asking.partition(".")[0] != "pytorch_lightning":
         return ""

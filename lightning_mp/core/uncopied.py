@@ -30,7 +30,7 @@ class Replacement(partial[Any]):
         """Before it is set on its owner."""
         replacement = super().__new__(cls, function)
         own = vars(owner)
-        # A method of the class is asked of the copy; nothing else is there yet when a copy is made.
+        # A method of the class is looked up on the copy, which has nothing else yet.
         is_of_class = name not in own and hasattr(owner, name)
         replacement._original = (getattr, (owner, name)) if is_of_class else (_itself, (own.get(name),))
         if hasattr(function, "__wrapped__"):  # Lightning reads signatures of hooks through it
@@ -41,7 +41,7 @@ class Replacement(partial[Any]):
         return self._original
 
     def call(self, function: Callable[..., Any]) -> None:
-        """Calls another function from now on, wherever it is kept."""
+        """Calls another function from now on, also where a reference was kept."""
         self.__setstate__((function, (), {}, vars(self)))  # type: ignore[attr-defined]  # how a pickled one is filled
 
 

@@ -157,7 +157,7 @@ def nonpad_tokens(batch: Any) -> Tensor | None:
     """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     if mask is not None:
-        # Two dimensions, [batch, tokens]; a mask with more says who sees whom.
+        # Two dimensions, [batch, tokens]; a mask with more says which tokens attend to which.
         return (mask != 0).sum() if isinstance(mask, Tensor) and mask.ndim == 2 else None
     labels = find_labels(batch)
     inputs = batch.get("input_ids") if isinstance(batch, Mapping) else batch[0] if labels is not None else None

@@ -133,7 +133,7 @@ class BudgetLimiter:
         )
 
     def begin_micro_batch(self, budget: TokenBudget, window: OpenWindow, batch: Any) -> tuple[bool, Measure]:
-        """Trims the micro-batch if it must. Waits for the device; ask :meth:`is_far_from_the_end` first."""
+        """Trims the micro-batch if it must. Waits for the device; check :meth:`is_far_from_the_end` first."""
         self._counter.flush_pending()
         window_tokens, counts = _gather(window)
         if self._counter.windows == 0 and window.position == 0:

@@ -96,7 +96,7 @@ class Weighting:
         return self.weight_by == "sample" or self.count is samples_of or (self.counts_samples and self.count is None)
 
     def takes_rows(self, batch: Any) -> bool:
-        """Whether samples matter, and nothing but the first tensor tells how many a batch has."""
+        """Whether samples matter, and only the first tensor shows how many a batch has."""
         if self.weight_by == "sample" or self.count is samples_of:
             return True
         return self.counts_rows and batch_tokens.find_labels(batch) is None

@@ -23,7 +23,7 @@ def rows_differ(batch: Any) -> bool:
 def first_list(batch: Any) -> list[Tensor]:
     """The list or tuple that the first tensor of a batch is in, if it holds nothing but tensors of one shape.
 
-    These may be samples, which nothing but their number would tell.
+    These may be samples, which only their number would show.
 
     >>> import torch
     >>> len(first_list({"images": [torch.zeros(3, 8, 8)] * 4, "text": "abc"})), first_list(torch.zeros(4, 3))
