@@ -263,12 +263,12 @@ def matching_groups(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
 
 def _difference(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> str:
     then, now = ({name for names in groups for name in names} for groups in (saved, own))
-    told = [
+    differences = [
         f"{listed(sorted(names))} {'are' if len(names) > 1 else 'is'} only in {where}"
         for names, where in ((then - now, "the checkpoint's"), (now - then, "those of configure_optimizers"))
         if names
     ]
-    return ", and ".join(told) or "the same parameters are divided among them in another way"
+    return ", and ".join(differences) or "the same parameters are divided among them in another way"
 
 
 def take_options(optimizer: Optimizer, own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -27,7 +27,7 @@ takes no longer than computing and nothing waits for it."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one question comes to; parts that were not asked about are None."""
+    """The answers to one question; parts that were not requested are None."""
 
     optimum: ComputeOptimal | None
     run: TrainingRun | None

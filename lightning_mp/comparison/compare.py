@@ -217,7 +217,7 @@ def _checked(made: Any) -> pl.LightningModule:
 
 
 def _settings(experiment: Experiment, steps: int | None, monitor: str | None, first: Trial) -> dict[str, Any]:
-    """What the losses of the runs depend on, as far as it can be told."""
+    """What the losses of the runs depend on, as far as it is known."""
     return {
         "steps": steps,
         "monitor": monitor,

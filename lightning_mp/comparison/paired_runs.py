@@ -33,7 +33,7 @@ class FinishedRun:
     data_digest: str  # of the data
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; null stands for a number that is not finite."""
+        """Plain values; null means a number that is not finite."""
         finite = [loss if math.isfinite(loss) else None for loss in (self.final_loss, *self.train_losses)]
         return {**asdict(self), "final_loss": finite[0], "train_losses": finite[1:]}
 

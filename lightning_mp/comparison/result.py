@@ -97,7 +97,7 @@ class PrecisionComparison:
         return f"{time}; {ratio:.2f} times the time to an equal loss: {verb}."
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; null stands for what is not known or not finite."""
+        """Plain values for JSON; null means unknown or not finite."""
         return {
             "device": self.device,
             "versions": dict(self.versions),
@@ -139,7 +139,7 @@ class PrecisionComparison:
         return self.text()
 
     def text(self, columns: int | None = None) -> str:
-        """The tables and what they come to, for lines of n characters; None for any length."""
+        """The tables and their conclusion, for lines of n characters; None for any length."""
         unit = self.costs[self.baseline].unit
         header = ["precision", "time/batch", "ratio", "from", "to", f"{unit}/s", "peak memory", "gradient error"]
         rows = [header]

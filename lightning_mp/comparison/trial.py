@@ -169,7 +169,7 @@ class Recorder(Callback):
         """Records losses before Lightning divides them, and batches before the plugin converts them."""
         plugin, training_step = trainer.precision_plugin, pl_module.training_step
 
-        @wraps(training_step)  # Lightning looks at its arguments
+        @wraps(training_step)  # Lightning inspects its signature
         def step_and_record(*args: Any, **kwargs: Any) -> Any:
             return self._record(training_step(*args, **kwargs))
 

@@ -68,7 +68,7 @@ class RunHistory(Callback):
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Notes what came of a step; with a fused optimizer this is one step late."""
+        """Records the outcome of a step; with a fused optimizer this is one step late."""
         for column in ("loss_scale", "skipped", "grad_norm"):
             self._steps[column].append(getattr(outcome, column))
 
@@ -109,7 +109,7 @@ class RunHistory(Callback):
     def _figures(self, device: torch.device) -> dict[str, Any]:
         stopped_by = None
         if self._stop.path is not None:
-            # Ctrl-C reaches all ranks; where only another one was told to stop, its clock was ahead.
+            # Ctrl-C reaches all ranks; where only another one received the signal, its clock was ahead.
             by_time = self._stop.stopped_by != "SIGINT" and self._stop.max_seconds is not None
             stopped_by = "time" if by_time else "interrupt"
         return {

@@ -163,7 +163,7 @@ def fit(trainer: pl.Trainer, job: Job) -> None:
 
 
 def _conclude(job: Job) -> int:
-    """Shows what came of the run, and returns the exit code."""
+    """Shows the results of the run, and returns the exit code."""
     # Read from the file: under some strategies the training happened in other processes.
     history = json.loads((job.folder / "history.json").read_text())
     stopped_by = history["stopped_by"]

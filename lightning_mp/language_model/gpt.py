@@ -82,7 +82,7 @@ def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: in
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a token sees itself and what came before it."""
+    """Multi-head attention in which a token attends to itself and those before it."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -108,7 +108,7 @@ class LanguageModel(pl.LightningModule):
                 fully_shard(part, mesh=mesh["data_parallel"])
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
-        """The loss; besides, for whoever records it, the same undivided and its number of labels."""
+        """The loss, and for recording the same undivided and its number of labels."""
         loss = self.loss(batch)
         self.log("train/loss", loss.detach(), prog_bar=True)
         return {"loss": loss, "mean_loss": loss.detach(), "tokens": (batch[1] != -100).sum()}

@@ -33,7 +33,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of both parts, 16 hexadecimal digits: tells whether two runs see the same text."""
+        """SHA-256 of both parts, 16 hexadecimal digits: shows whether two runs see the same text."""
         sha = hashlib.sha256()
         for part in (self.train, self.validation):
             sha.update(len(part).to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Everything that a preflight checks: each check goes from what was found to findings, and looks at nothing else."""
+"""Everything that a preflight checks: each check maps what was found to findings, and reads nothing else."""
 
 import math
 from collections.abc import Iterator, Sequence

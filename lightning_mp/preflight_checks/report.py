@@ -1,4 +1,4 @@
-"""What a preflight reports: findings with severity and cure, and what could not be looked at."""
+"""What a preflight reports: findings with severity and cure, and what could not be checked."""
 
 import json
 import textwrap
@@ -68,7 +68,7 @@ class PreflightReport:
     """
 
     findings: tuple[PreflightFinding, ...]  # the most severe first; empty if nothing is wrong
-    not_checked: tuple[tuple[str, str], ...] = ()  # what could not be looked at, and why
+    not_checked: tuple[tuple[str, str], ...] = ()  # what could not be checked, and why
 
     def at_least(self, severity: Severity) -> tuple[PreflightFinding, ...]:
         """Findings at least as severe as ``severity``."""

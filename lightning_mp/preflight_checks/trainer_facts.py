@@ -334,7 +334,7 @@ def _epochs_done(content: Mapping[str, Any]) -> int:
 
 
 def _is_scale(state: Any) -> bool:
-    """What torch's GradScaler saves, alone or inside of what a plugin saves."""
+    """What torch's GradScaler saves, alone or in the state of a plugin."""
     return isinstance(state, Mapping) and any("growth_factor" in one for one in _mappings(state))
 
 

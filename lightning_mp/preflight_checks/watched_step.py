@@ -81,7 +81,7 @@ class NotedOptimizer(LightningOptimizer):
 
 
 def attach_stand_in(module: nn.Module, trainer: StandInTrainer) -> None:
-    """Gives a copy of a module the stand-in; what it logs, prints and measures goes nowhere."""
+    """Gives a copy of a module the stand-in; what it logs, prints and measures is discarded."""
     for part in module.modules():
         if isinstance(part, pl.LightningModule):
             stand_in: Any = trainer
@@ -231,7 +231,7 @@ class WatchedStep:
 
     @property
     def found(self) -> FoundStep | None:
-        """What was noted; None if ``training_step`` did not come to its end."""
+        """The record; None if ``training_step`` did not finish."""
         if not self._has_run:
             return None
         return FoundStep(
@@ -278,7 +278,7 @@ class WatchedStep:
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def _take(self, configured: Any) -> None:
-        """Notes optimizers and schedulers as they were made, and hands them to the copy."""
+        """Records optimizers and schedulers as they were created, and passes them to the copy."""
         names = dict(zip(map(id, self.copy.parameters()), parameter_names(self.copy), strict=True))
         made = [one for one in optimizers_in(configured) if isinstance(one, Optimizer)]
         groups = [group for optimizer in made for group in optimizer.param_groups]

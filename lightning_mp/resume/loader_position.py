@@ -1,4 +1,4 @@
-"""Where an ordinary ``DataLoader`` is, and how it begins there again without loading what came before."""
+"""The position of an ordinary ``DataLoader``, and how it continues from there without loading what came before."""
 
 import hashlib
 import random
@@ -200,7 +200,7 @@ class LoaderPosition:
         return _like(self.sampler, [order[place] for place in share])
 
     def _generators(self) -> list[torch.Generator]:
-        """Those of the loader, its sampler and the samplers inside of it."""
+        """Those of the loader, its sampler and nested samplers."""
         found: dict[int, torch.Generator] = {}
         holder: Any = self._loader
         for holder in (self._loader, self.sampler, getattr(self.sampler, "sampler", None)):

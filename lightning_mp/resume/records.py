@@ -45,7 +45,7 @@ def bit_hash(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def bit_hash_of_nested(value: Any, device: torch.device) -> Tensor:
-    """The same of all tensors in a batch, wherever they are in it."""
+    """The same of all tensors in a batch, at any depth."""
     return bit_hash(tensors_in(value), device)
 
 

@@ -47,7 +47,7 @@ class ResumableProgress(Callback):
                                       state
         with a loader that has no     loses the batch that was fetched ahead   saves the loader's state before
         length, or on an exception    or was in work                           that fetch
-        inside a later epoch, with    goes on in the order of the first epoch  sets the sampler's epoch before the
+        inside a later epoch, with    uses the order of the first epoch        sets the sampler's epoch before the
         a sampler like                                                         loader continues
         DistributedSampler
         in on_train_epoch_start       finds the loader at its end, and skips   begins the epoch
@@ -116,7 +116,7 @@ class ResumableProgress(Callback):
             fit.before_fetches.append(fit.at_start)
 
         def keep(states: list[dict[str, Any]]) -> None:
-            fit.before_fetches.append(deepcopy(states))  # a loader may hand out what its next fetch changes
+            fit.before_fetches.append(deepcopy(states))  # a loader may return an object that its next fetch changes
 
         private_loop_api.before_each_fetch(trainer, keep, always=goes_back)
 
@@ -182,7 +182,7 @@ def skip_started_epoch(progress: dict[str, Any]) -> None:
 
 
 def reopen_epoch(progress: dict[str, Any], num_batches: float) -> None:
-    """Counts the epoch in which a run ended as one that continues, or that only has to be counted as completed.
+    """Counts the epoch in which a run ended as one that continues, or that only needs to be counted as completed.
 
     Lightning counts it as finished in any case, also where the run ended after some of its ``num_batches``. A
     checkpoint that is written while an epoch runs stays as it is.
@@ -205,7 +205,7 @@ def is_epoch_over(progress: Mapping[str, Any]) -> bool:
 
 
 def repeat_validation(progress: dict[str, Any]) -> None:
-    """What is written inside of a validation counts as written before it; ``progress`` is changed in place."""
+    """A checkpoint written during a validation counts as written before it; ``progress`` is changed in place."""
     batches, validation = progress["epoch_loop.batch_progress"], progress["epoch_loop.val_loop.batch_progress"]
     for counts in (batches["total"], batches["current"]):
         counts["completed"] -= 1

@@ -17,8 +17,8 @@ FindingKind = Literal[
 
 "not_active": mixed precision was requested, and every product ran in fp32. "fp32_matmul": some did, unasked.
 "other_format": a product ran in a 16-bit format that was not requested. "not_fp8": a layer chosen for fp8 did not
-multiply in it. "low_precision": a loss, a softmax or norm that was cast by hand, or the sums of a norm that is
-written by hand ran in 16 bit in a mixed run, and the policy does not say so. "policy": something ran in another
+multiply in it. "low_precision": a loss, a softmax or norm that was cast explicitly, or the sums of a hand-written
+norm, ran in 16 bit in a mixed run, and the policy does not say so. "policy": something ran in another
 format than the policy says. "tensor_cores": a large dimension of a layer is not a multiple of 8, or of 16 in fp8.
 "fp64": 64-bit numbers, which GPUs compute 2 to 64 times slower than fp32.
 
@@ -28,7 +28,7 @@ fp32; products with a vector.
 """
 
 _K = TypeVar("_K")
-# What overflows or loses digits in a norm that is written by hand.
+# What overflows or loses digits in a hand-written norm.
 _PARTS_OF_NORMS = ("pow", "mean", "sum", "var", "var_mean", "std", "linalg_vector_norm")
 _TRANSLATED = {"inner": "in_features", "columns": "out_features"}
 _WITH_VECTORS = ("mv", "addmv", "dot", "vdot")
@@ -201,7 +201,7 @@ def _low_precision(
 
 
 def _modules_that_cast_by_hand(forward: Sequence[OperationRecord]) -> set[str]:
-    """Modules that cast to 16 bit and have no product of which autocast would ask it."""
+    """Modules that cast to 16 bit and have no product that autocast would cast."""
     cast = {row.module for row in forward if row.kind == "cast" and {*row.outputs} & {*LOW}}
     return cast - {row.module for row in forward if row.kind == "matmul"}
 

@@ -8,7 +8,7 @@ Kind = Literal["matmul", "softmax", "norm", "loss", "cast", "other"]
 """What an operation is. "norm" leaves batch norm out, whose kernels compute in fp32 whatever their input."""
 
 Phase = Literal["forward", "backward", "recompute"]
-"""When it ran. "recompute" is what an activation checkpoint computes again inside of backward."""
+"""When it ran. "recompute" is what an activation checkpoint recomputes in backward."""
 
 LOW = ("bf16", "fp16")
 """What autocast casts to."""
@@ -46,7 +46,7 @@ class ModuleRecord:
     output_gradients: tuple[str, ...]  # dtypes of the gradients that arrived at those
     weight_gradients: tuple[str, ...]  # dtypes of its parameters' gradients after backward
     autocast: str  # what it ran under, as in `OperationRecord`
-    # how often it was called, recomputing included; 0 inside of compiled code and where another module uses its weights
+    # how often it was called, recomputing included; 0 in compiled code and where another module uses its weights
     calls: int
 
 

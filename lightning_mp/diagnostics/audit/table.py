@@ -21,7 +21,7 @@ _COLUMNS, _MOST_COLUMNS = 80, 120
 
 
 def table_rows(report: AuditReport) -> list[tuple[str, ...]]:
-    """One row per module with weights or with a product, softmax, norm or loss of its own; like rows share one.
+    """One row per module with weights or with a product, softmax, norm or loss; equal rows share one.
 
     "Runs" has these operations with the dtype they computed in, and products of backward that ran in another one; where
     there are none, the dtypes of whatever else the module computed.
@@ -131,7 +131,7 @@ def _row_of_stages(rows: Sequence[ModuleRecord]) -> ModuleRecord:
     def seen(field: str) -> tuple[str, ...]:
         return tuple(dict.fromkeys(dtype for row in rows for dtype in getattr(row, field)))
 
-    told = dict.fromkeys(row.autocast for row in rows if row.autocast != "?")
+    dtypes = dict.fromkeys(row.autocast for row in rows if row.autocast != "?")
     return ModuleRecord(
         name=first.name,
         class_name=first.class_name,
@@ -140,6 +140,6 @@ def _row_of_stages(rows: Sequence[ModuleRecord]) -> ModuleRecord:
         outputs=seen("outputs"),
         output_gradients=seen("output_gradients"),
         weight_gradients=seen("weight_gradients"),
-        autocast=", ".join(told) or "?",
+        autocast=", ".join(dtypes) or "?",
         calls=max(row.calls for row in rows),
     )

@@ -312,5 +312,5 @@ def infer_autocast(record: OperationRecord, around: str) -> str:
 
 def join_autocast(own: Sequence[OperationRecord], entered: Sequence[str]) -> str:
     """What a module ran under: as its own operations show, else what was on when it was called."""
-    told = list(dict.fromkeys(record.autocast for record in own if record.autocast != "?"))
-    return ", ".join(told or entered) or "?"
+    dtypes = list(dict.fromkeys(record.autocast for record in own if record.autocast != "?"))
+    return ", ".join(dtypes or entered) or "?"

@@ -239,7 +239,7 @@ class ReportTally:
         return self._counts[kind] == 1
 
     def is_summary_due(self) -> bool:
-        """At 10, 100, 1000, ... reports, if there is more than was told one by one."""
+        """At 10, 100, 1000, ... reports, if there is more than was reported one by one."""
         number = str(self.num_reports)
         return number == "1" + "0" * (len(number) - 1) and number != "1" and self.has_unreported
 

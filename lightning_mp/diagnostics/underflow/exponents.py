@@ -89,7 +89,7 @@ class ExponentHistogram:
     """How many values have which exponent, on the host."""
 
     counts: dict[int, int] = field(default_factory=dict)
-    """Number of finite non-zero values by exponent; empty bins are left out. -150 and 128 stand for all beyond."""
+    """Number of finite non-zero values by exponent; empty bins are left out. -150 and 128 include all beyond."""
     powers_of_two: dict[int, int] = field(default_factory=dict)  # how many of these are exactly `2^exponent`
     num_zeros: int = 0  # number of exact zeros
     num_nonfinite: int = 0  # number of infs and nans
@@ -179,7 +179,7 @@ class ExponentHistogram:
             return math.inf
         mantissa, exponent = math.frexp(self.largest)
         limit_mantissa, limit_exponent = math.frexp(row.largest_rounded_to_finite)
-        # mantissa 2^(exponent + k) has to stay below the limit; the tie at the limit is inf where there are infs.
+        # mantissa 2^(exponent + k) must be below the limit; the tie at the limit is inf where there are infs.
         fits = mantissa < limit_mantissa or (mantissa == limit_mantissa and not row.has_infinities)
         return float(limit_exponent - exponent - (not fits))
 
@@ -258,7 +258,7 @@ class ExponentTable:
         self.seen.add(name)
 
     def sum_over_ranks_(self, copies: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
-        """Adds the counts of the ranks of a group, each value once; every one of them has to call it."""
+        """Adds the counts of the ranks of a group, each value once; call it on every one of them."""
         gradient_ops.sum_over_ranks_(self._counts, group)
         if world_size(group) > 1:
             dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=group)

@@ -37,7 +37,7 @@ def leaf_modules(module: nn.Module) -> dict[str, nn.Module]:
 class ActivationWatch:
     """Forward hooks on leaf modules, and tensor hooks on their outputs.
 
-    A forward that an activation checkpoint runs again inside of a backward is not counted twice: say so by
+    A forward that an activation checkpoint runs again in backward is not counted twice: say so by
     ``in_backward``. Hooks do not change values, and the graph only by the tensor hooks.
     """
 

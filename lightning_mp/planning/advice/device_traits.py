@@ -62,7 +62,7 @@ def find_device() -> DeviceTraits:
     if chip is not None:
         return _of_chip(chip, memory_bytes)
     if torch.version.hip is not None:
-        # Every AMD device that torch supports multiplies in these two; of fp8 the name alone tells nothing.
+        # Every AMD device that torch supports multiplies in these two; for fp8 the name alone shows nothing.
         return DeviceTraits(properties.name, "cuda", "AMD Instinct", _FP16 | {"bf16"}, memory_bytes)
     generation, formats = _of_capability((properties.major, properties.minor))
     return DeviceTraits(properties.name, "cuda", generation, formats, memory_bytes)

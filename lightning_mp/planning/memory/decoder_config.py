@@ -356,7 +356,7 @@ def read_config(path: str | Path) -> Mapping[str, Any]:
 
 
 def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a :class:`~lightning_mp.planning.DecoderConfig` that a configuration tells.
+    """The arguments of a :class:`~lightning_mp.planning.DecoderConfig` that a configuration gives.
 
     Warns:
         UserWarning: the kind of model is not known, so that some is taken to be as in Llama.
@@ -367,17 +367,17 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     >>> fields["kv_heads"], fields["tied_head"]
     (1, True)
     """
-    told: Mapping[str, Any] = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
-    kind = str(told.get("model_type", ""))
-    _refuse_other_models(config, told, kind)
-    fields: dict[str, Any] = {field: _count(told, *names) for field, names in _NAMES.items()}
+    values: Mapping[str, Any] = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+    kind = str(values.get("model_type", ""))
+    _refuse_other_models(config, values, kind)
+    fields: dict[str, Any] = {field: _count(values, *names) for field, names in _NAMES.items()}
     missing = [_NAMES[name][0] for name in ("layers", "width", "heads", "vocabulary") if not fields[name]]
     if missing:
         raise ValueError(
             f"The configuration does not contain {', '.join(missing)}. Pass the config.json of a decoder, or layers,"
             " width and vocabulary."
         )
-    if told.get("multi_query") and not told.get("new_decoder_architecture"):
+    if values.get("multi_query") and not values.get("new_decoder_architecture"):
         fields["kv_heads"] = 1
     if kind and kind not in (*_WITH_GATES, *_WITHOUT_GATES):
         warnings.warn(
@@ -388,23 +388,23 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     learned = kind in _LEARNED_POSITIONS
     return {
         **fields,
-        **_mixture(told, fields),
-        "latent_attention": _latent_attention(told),
+        **_mixture(values, fields),
+        "latent_attention": _latent_attention(values),
         "gated": kind not in _WITHOUT_GATES,
-        "tied_head": bool(told.get("tie_word_embeddings", config.get("tie_word_embeddings", kind in _TIED))),
+        "tied_head": bool(values.get("tie_word_embeddings", config.get("tie_word_embeddings", kind in _TIED))),
         "biases": kind in _WITH_BIASES,
-        "positions": _count(told, "n_positions", "max_position_embeddings") if learned else 0,
-        "dropout": bool(told.get("resid_pdrop", 0.1 if kind == "gpt2" else 0)),
+        "positions": _count(values, "n_positions", "max_position_embeddings") if learned else 0,
+        "dropout": bool(values.get("resid_pdrop", 0.1 if kind == "gpt2" else 0)),
     }
 
 
-def _refuse_other_models(config: Mapping[str, Any], told: Mapping[str, Any], kind: str) -> None:
+def _refuse_other_models(config: Mapping[str, Any], values: Mapping[str, Any], kind: str) -> None:
     if config.get("is_encoder_decoder") or kind in _NO_DECODERS:
         raise ValueError(
             f"The configuration describes {kind or 'a model'}, which has an encoder; the formulas are for decoders."
             " Measure the module: estimate_memory(module, batch), or lightning-mp memory --module."
         )
-    other = next((name for name in told if name.startswith(_OTHER_BLOCKS) and told[name] is not None), None)
+    other = next((name for name in values if name.startswith(_OTHER_BLOCKS) and values[name] is not None), None)
     if other is not None:
         raise ValueError(
             f"The configuration contains {other!r}: its blocks are not attention and MLPs, which the"
@@ -412,10 +412,10 @@ def _refuse_other_models(config: Mapping[str, Any], told: Mapping[str, Any], kin
         )
 
 
-def _count(told: Mapping[str, Any], *names: str) -> int:
+def _count(values: Mapping[str, Any], *names: str) -> int:
     """The first that is there; 0 where none is."""
     for name in names:
-        value = told.get(name)
+        value = values.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -424,37 +424,37 @@ def _count(told: Mapping[str, Any], *names: str) -> int:
     return 0
 
 
-def _mixture(told: Mapping[str, Any], fields: Mapping[str, int]) -> dict[str, int]:
+def _mixture(values: Mapping[str, Any], fields: Mapping[str, int]) -> dict[str, int]:
     """Blocks of a mixture that have a dense MLP, and MLPs that every token uses beside its experts."""
     if not fields["experts"]:
-        return {"ffn_width": _count(told, *_NAMES["ffn_width"][1:])}
-    shared = _count(told, "shared_expert_intermediate_size")
+        return {"ffn_width": _count(values, *_NAMES["ffn_width"][1:])}
+    shared = _count(values, "shared_expert_intermediate_size")
     if not shared:
-        alone = 1 if "interleave_moe_layer_step" in told else 0  # Llama 4 has one and does not tell
-        shared = (_count(told, "n_shared_experts") or alone) * fields["ffn_width"]
-    dense = sum(not _is_mixture(told, block) for block in range(fields["layers"]))
+        alone = 1 if "interleave_moe_layer_step" in values else 0  # Llama 4 has one, without a field for it
+        shared = (_count(values, "n_shared_experts") or alone) * fields["ffn_width"]
+    dense = sum(not _is_mixture(values, block) for block in range(fields["layers"]))
     return {
         "shared_ffn_width": shared,
         "dense_layers": dense,
-        "dense_ffn_width": _count(told, "intermediate_size_mlp", "intermediate_size") if dense else 0,
+        "dense_ffn_width": _count(values, "intermediate_size_mlp", "intermediate_size") if dense else 0,
     }
 
 
-def _is_mixture(told: Mapping[str, Any], block: int) -> bool:
-    if block < _count(told, "first_k_dense_replace") or block in (told.get("mlp_only_layers") or ()):
+def _is_mixture(values: Mapping[str, Any], block: int) -> bool:
+    if block < _count(values, "first_k_dense_replace") or block in (values.get("mlp_only_layers") or ()):
         return False
-    if told.get("moe_layers"):
-        return block in told["moe_layers"]
-    every_from_the_first = _count(told, "moe_layer_freq") or 1
-    every_from_the_last = _count(told, "interleave_moe_layer_step", "decoder_sparse_step") or 1
+    if values.get("moe_layers"):
+        return block in values["moe_layers"]
+    every_from_the_first = _count(values, "moe_layer_freq") or 1
+    every_from_the_last = _count(values, "interleave_moe_layer_step", "decoder_sparse_step") or 1
     return block % every_from_the_first == 0 and (block + 1) % every_from_the_last == 0
 
 
-def _latent_attention(told: Mapping[str, Any]) -> LatentAttention | None:
-    if not told.get("kv_lora_rank"):
+def _latent_attention(values: Mapping[str, Any]) -> LatentAttention | None:
+    if not values.get("kv_lora_rank"):
         return None
-    missing = [name for name in _LATENT if told.get(name) is None]
+    missing = [name for name in _LATENT if values.get(name) is None]
     if missing:
         raise ValueError(f"The configuration contains kv_lora_rank, but not {', '.join(missing)}.")
-    sizes = {name: _count(told, name) for name in (*_LATENT, "q_lora_rank")}
+    sizes = {name: _count(values, name) for name in (*_LATENT, "q_lora_rank")}
     return LatentAttention(**sizes)

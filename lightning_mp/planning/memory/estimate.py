@@ -30,7 +30,7 @@ _CONTEXT_BYTES = 1024**3  # CUDA context, cuBLAS and NCCL workspaces: an allowan
 
 
 def reserved_range(live_bytes: float) -> tuple[int, int]:
-    """What a GPU has to have for n live bytes: a range, because the caching allocator was not measured.
+    """Memory that a GPU needs for n live bytes: a range, because the caching allocator was not measured.
 
     From nothing lost at all, to 30% of what is reserved lost to fragmentation (the extreme that ZeRO's authors report)
     and 1 GiB for the context and the workspaces of libraries.

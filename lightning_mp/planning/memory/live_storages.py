@@ -55,7 +55,7 @@ class LiveStorages:
     """
 
     def __init__(self) -> None:
-        # The weak references are kept, because one that is dropped tells nothing.
+        # The weak references are kept, because a dropped one reports nothing.
         self._known: dict[int, tuple[ReferenceType[Any], int, Part | None]] = {}
         self._bytes = Counter[Part]()
         self.phase = "forward"

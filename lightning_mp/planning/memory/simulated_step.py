@@ -32,7 +32,7 @@ _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 def stand_in_for(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty tensor of the same shape; inside of a fake tensor mode it has no memory."""
+    """An empty tensor of the same shape; in a fake tensor mode it has no memory."""
     if tensor.layout != torch.strided:
         raise ValueError(f"estimate_memory() was given a {tensor.layout} tensor. Pass dense tensors.")
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
@@ -41,7 +41,7 @@ def stand_in_for(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 class StandInModel:
     """A copy of a module with stand-ins for its tensors, cast and wrapped as the plugin of a precision would.
 
-    Make it inside of a fake tensor mode.
+    Create it in a fake tensor mode.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ def _forward_and_backward(
     with _readable_errors(), warnings.catch_warnings():
         # A LightningModule logs, and has no Trainer here.
         warnings.filterwarnings("ignore", message=r"You are trying to `self\.log\(\)`")
-        # Every tensor here stands for another one.
+        # Every tensor here represents another one.
         masks = MasksWithoutNumbers(lambda tensor: True, has_padding=has_padding)
         with model.forward_context(), _saved_as_activations(live), masks:
             output = run(module, inputs)

@@ -91,7 +91,7 @@ def optimizers_in(configured: Any) -> Iterable[Any]:
 
 
 class StandInOptimizer:
-    """One optimizer over tensors on the meta device that stand for the parameters, or for their masters."""
+    """One optimizer over tensors on the meta device that represent the parameters, or their masters."""
 
     def __init__(self, optimizer: Optimizer, precision: PrecisionSpec, device_type: str) -> None:
         self.optimizer = optimizer

@@ -170,7 +170,7 @@ def communication_per_step(
 
 
 def _units(size: DecoderSize, split: int, low: int, wide: int) -> list[tuple[str, int, int, int, bool]]:
-    """What is gathered at once: its name, weights, bytes of each, how many such units, and whether inside of others."""
+    """What is gathered at once: its name, weights, bytes of each, number of such units, and whether they are nested."""
     block, head = size.block_matmul_weights // split, size.head_weights // split
     outside = size.table_weights // split + size.other_weights
     if low == wide:

@@ -151,7 +151,7 @@ class ParallelPlan:
     between_bytes: float  #: Sent by one GPU to other nodes.
     inside_seconds: float  #: Of these bytes at the printed bandwidth.
     between_seconds: float  #: The same between nodes.
-    #: Of both, of the transfers inside of a stage that computing waits for: the reductions of tensor parallelism.
+    #: Of both, for transfers within a stage that computing waits for: the reductions of tensor parallelism.
     awaited_seconds: float
     compute_seconds: float  #: At the chip's peak.
     bubble: float  #: Share of the step's time that a stage is idle.

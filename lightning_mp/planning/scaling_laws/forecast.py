@@ -1,4 +1,4 @@
-"""What a run will come to, from the run so far: its final loss with a band, and the seconds it still takes.
+"""Forecast of a run from its course so far: the final loss with a band, and the remaining seconds.
 
 The loss curve of one run at a steady learning rate follows a power law in the tokens D (Hestness et al. 2017,
 arXiv:1712.00409; Kaplan et al. 2020, arXiv:2001.08361, section 5)::

@@ -26,7 +26,7 @@ _WORTHLESS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """Device hours and what they come to."""
+    """Device hours and their cost."""
 
     device_hours: float  # hours times devices
     device: str  # the chip that was meant
