@@ -3,8 +3,8 @@
 Their matrix is ``[queries; keys; values]``. Split as it is, the first of two ranks would get all queries and half of
 the keys. So it is held in *rank order*, ``[queries 0; keys 0; values 0; queries 1; keys 1; values 1]``, of which an
 ordinary split gives each rank its heads. No other code sees that: gradients, norms, optimizers and FSDP2 do not depend
-on the order of rows. Where values leave the model or come in (state dicts of the model and of its optimizers) they are in
-the order of a single process, so that checkpoints know nothing of the number of ranks.
+on the order of rows. State dicts of the model and of its optimizers are in the order of a single process, so that
+checkpoints do not depend on the number of ranks.
 """
 
 from collections.abc import Iterable, Mapping
