@@ -84,8 +84,9 @@ _BY_STORAGE: Mapping[tuple[str, str], str] = {
 #: The 16-bit dtype of each precision of MasterWeightsPrecision.
 MASTER_DTYPES = {name: PRECISIONS[row].compute_dtype for (name, _), row in _BY_STORAGE.items()}
 
-#: The dtypes of 16 bit.
+#: The dtypes of 16 bit, and those of all weights that plugins cast.
 HALF_DTYPES = (_FP16, _BF16)
+CAST_DTYPES = (_FP32, *HALF_DTYPES)
 
 
 def find_precision(precision: object) -> PrecisionSpec:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
 from lightning_mp.core.devices import sent_to
+from lightning_mp.core.precisions import HALF_DTYPES
 
 
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
@@ -244,7 +245,7 @@ def _multiply_wide_(shards: Sequence[Tensor], factor: Tensor) -> None:
 def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None:
     """``factor * clamp(shard, -bound, bound)`` for all local shards, in place (two passes)."""
     for shard in shards:
-        if shard.dtype in (torch.float16, torch.bfloat16):
+        if shard.dtype in HALF_DTYPES:
             # The factor itself may not fit into 16 bits.
             shard.copy_(shard.float().clamp_(-bound, bound).mul_(factor))
         else:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
@@ -355,7 +356,7 @@ def _read(tracker: Tensor | None, initial: int) -> int:
 
 
 def _to_at_least_float32(output: Tensor) -> Tensor:
-    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+    return output.float() if output.dtype in HALF_DTYPES else output
 
 
 def _map_tensors(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:

@@ -150,10 +150,9 @@ def _difference(first: Any, second: Any) -> tuple[int, int, float | None, str] |
     number = max(_size(first), _size(second))
     if type(first) is not type(second):
         return number, number, None, f"{type(first).__name__} in the first, {type(second).__name__} in the second"
-    if first == second and (not isinstance(first, float) or math.copysign(1, first) == math.copysign(1, second)):
+    # 0.0 equals -0.0, and a NaN does not equal itself.
+    if struct.pack("d", first) == struct.pack("d", second) if isinstance(first, float) else first == second:
         return None
-    if isinstance(first, float) and struct.pack("d", first) == struct.pack("d", second):
-        return None  # a NaN
     largest = abs(first - second) if isinstance(first, int | float) else None
     return 1, 1, largest, ""
 

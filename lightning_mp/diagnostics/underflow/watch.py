@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from lightning_mp.core.devices import sent_to
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
+from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.core.uncopied import RunHook
 from lightning_mp.diagnostics.underflow.exponents import ExponentTable
 from lightning_mp.gradients import gradient_ops
@@ -91,7 +92,6 @@ class ActivationWatch:
             self._gradients.add(name, gradient, self._factor())
 
 
-_LOW = (torch.float16, torch.bfloat16)
 #: Nodes that only change the shape of a parameter: what uses the parameter comes after them.
 _SHAPE_NODES = frozenset(
     {
@@ -170,7 +170,7 @@ class BackwardWatch:
         @torch.no_grad()
         def before(gradients: tuple[Tensor | None, ...]) -> None:
             for gradient in gradients:
-                if gradient is not None and gradient.dtype in _LOW:
+                if gradient is not None and gradient.dtype in HALF_DTYPES:
                     self._low_nodes.add(node)
                     self._note(gradient)
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.core.precisions import PrecisionSpec
+from lightning_mp.core.precisions import CAST_DTYPES, PrecisionSpec
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
@@ -27,7 +27,6 @@ from lightning_mp.policy.float8_layers import choose_float8_layers
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -110,7 +109,7 @@ def _kept_in_float32(
     buffers = {id(buffer) for buffer in module.buffers()}
 
     def dtype_of(tensor: Tensor) -> torch.dtype | None:
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in CAST_DTYPES:
             return None
         stays = has_masters and id(tensor) in kept | buffers
         return None if stays else precision.weight_dtype

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.core.precisions import PrecisionSpec
+from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
 from lightning_mp.gradients.step_blocks import padded, step_blocks
 from lightning_mp.planning.memory.live_storages import LiveStorages
 
@@ -106,7 +106,7 @@ class StandInOptimizer:
             group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
 
     def _stand_in(self, parameter: Tensor) -> nn.Parameter:
-        halved = parameter.dtype in (torch.float16, torch.bfloat16)
+        halved = parameter.dtype in HALF_DTYPES
         has_master = halved and parameter.requires_grad and self._precision.master_bytes > 0
         dtype = torch.float32 if has_master else parameter.dtype
         value = torch.empty(parameter.shape, dtype=dtype, device="meta")

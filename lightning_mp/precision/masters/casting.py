@@ -17,15 +17,13 @@ from torch.nn.utils import parametrize
 from torchmetrics import Metric
 
 from lightning_mp.core.patches import Patch
-from lightning_mp.core.precisions import HALF_DTYPES
+from lightning_mp.core.precisions import CAST_DTYPES, HALF_DTYPES
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.precision.masters.half_range import check_half_range
 from lightning_mp.precision.masters.store import MasterStore, distribute_like, refine
-
-_CAST_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def keeps_float32(module: nn.Module) -> bool:
@@ -119,7 +117,7 @@ def cast_weights_(
     widened = _own_parameters(in_float32)
     kept = widened | _own_parameters(owner for owner in module.modules() if keeps_float32(owner))
     with_weights = _buffers_of_weights(module, kept)
-    other = {name: p.dtype for name, p in module.named_parameters() if p.dtype not in _CAST_DTYPES}
+    other = {name: p.dtype for name, p in module.named_parameters() if p.dtype not in CAST_DTYPES}
     if other:
         rank_zero_warn(
             f"MasterWeightsPrecision stores only fp32 weights in {dtype}. These keep their dtype and have"
@@ -128,7 +126,7 @@ def cast_weights_(
     # `to` and not `parameter.data =`: modules that override `_apply` (RNNs, FSDP2) need it.
     _to(module, dtype)
     for parameter, data in held.items():
-        if data.dtype not in _CAST_DTYPES:
+        if data.dtype not in CAST_DTYPES:
             _put_back(parameter, data)
         elif parameter in kept:
             _put_back(parameter, data.float() if parameter in widened else data)
@@ -136,7 +134,7 @@ def cast_weights_(
         if (owner, name) not in with_weights:
             setattr(owner, name, buffer)
     _report_units(module, kept)
-    return {p: data for p, data in held.items() if p not in kept and data.dtype in _CAST_DTYPES}
+    return {p: data for p, data in held.items() if p not in kept and data.dtype in CAST_DTYPES}
 
 
 def restore_weights_(module: nn.Module, before: Mapping[nn.Parameter, Tensor], dtype: torch.dtype | None) -> None:
