@@ -91,7 +91,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
         target_samples: global batch size in samples: a number, or threshold -> number, starting at threshold 0. It is
             rounded to a whole number of micro-batches, given the size of the run's first one and the number of ranks
             that see different data; a resume with another number of ranks or another batch size measures again.
-        target_tokens: the same in tokens, padding included.
+        target_tokens: the same in tokens: padding included, or those that ``count`` returns.
         ramp: how to get from one target to the next: "stepped" or "linear".
         weight_by: weight of a micro-batch in the mean of its window: "token" for its target tokens, "sample" for its
             batch size, "batch" for equal weights. "auto" uses tokens if batches have token labels, else samples. The

@@ -180,7 +180,7 @@ def _print_remedies_of_module(estimate: MemoryEstimate) -> None:
     states = sum(parts.get(part, 0) for part in ("weights", "gradients", "masters", "optimizer states"))
     if 2 * states > estimate.peak_bytes:
         advice = "most of it is weights, gradients and optimizer states: shard them with FSDP2Strategy()"
-        advice += " (--strategy fsdp2 --ranks 8 shows the effect), or use adapters"
+        advice += " (--strategy fsdp2 --ranks 8 shows the effect). ActivationCheckpointing(...) reduces the rest"
     else:
         advice = "most of it is kept for backward: use a smaller micro-batch with accumulation, or"
         advice += " ActivationCheckpointing(...) on the repeated blocks"

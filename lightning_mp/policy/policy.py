@@ -166,9 +166,9 @@ def _check_against_model(
     matched = [module for name, module in names if rule.matches(name, module)]
     if not matched:
         classes = [type(module).__name__ for _, module in names]
-        candidates = classes if rule.kind == "class" else [name for name, _ in names]
+        candidates = [f"class:{name}" for name in classes] if rule.kind == "class" else [name for name, _ in names]
         if rule.kind == "module":
-            candidates = [*candidates, *FAMILIES, *classes]
+            candidates = [*candidates, *FAMILIES, *(f"class:{name}" for name in classes)]
         pattern = rule.pattern if isinstance(rule.pattern, str) else rule.pattern.__name__
         raise ValueError(
             f"Rule {number + 1} of the policy, {rule}, matches none of the model's {len(names)} modules."

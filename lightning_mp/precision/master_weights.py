@@ -35,6 +35,7 @@ from lightning_mp.precision.masters.checks import (
     check_sharding_units,
     check_strategy,
     dtype_hint,
+    warn_about_16_bit_modules,
     warn_about_lost_inputs,
 )
 from lightning_mp.precision.masters.fit import MastersOfFit
@@ -227,6 +228,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
         former = former_masters(module) or (self._masters.store if self._masters is not None else None)
         if former is not None:
             former.follow_devices()
+        elif self.fp32_checkpoints and run.is_fit:
+            warn_about_16_bit_modules(module)
         run.cast = HalfWeights.cast(module, self.dtype, in_float32, former if run.is_fit else None)
         run.ends.callback(run.cast.restore)
         if not run.is_fit and strategy.restore_checkpoint_after_setup:

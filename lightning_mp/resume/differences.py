@@ -1,6 +1,7 @@
 """What differs between two checkpoints, by kind, to the bit."""
 
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,8 +41,9 @@ _OF_ENTRY = {
     "callbacks": "callbacks",
 }
 _OF_RESUME = {"random": "random state", "loaders": "position in the data", "metrics": "epoch metrics"}
-# Equal runs in two folders, or at two speeds, differ in these.
-_OF_THE_MACHINE = ("path", "seconds", "time", "best_k_models")
+# Equal runs in two folders, or at two speeds, differ in these: states of callbacks, and other values.
+_OF_THE_MACHINE = ("path", "seconds", "time", "best_k_models", "flops")
+_OF_THE_CLOCK = re.compile(r"lightning_mp_device_seconds|(.*\.)?mp/([mh]fu|forecast_seconds|\w+_per_second)(\..*)?")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Difference:
 def compare_checkpoints(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
     """Compares two checkpoints of one step value by value, as bits: 0.0 and -0.0 differ, a NaN equals itself.
 
-    Left out are paths, times and the version of Lightning.
+    Left out are paths, times, rates per second, FLOPs that were timed, and the version of Lightning.
 
     Example:
         >>> a = {"global_step": 3, "state_dict": {"weight": torch.tensor([1.0, 2.0])}}
@@ -119,6 +121,8 @@ def kind_of(path: _Path) -> str:
 def _values(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     """Every value that is no container, with its path."""
     if len(path) == 1 and path[0] == "pytorch-lightning_version":
+        return
+    if _OF_THE_CLOCK.fullmatch(".".join(map(str, path))):
         return
     if len(path) > 1 and path[0] == "callbacks" and any(word in str(path[-1]) for word in _OF_THE_MACHINE):
         return

@@ -102,9 +102,11 @@ class Weighting:
         return self.counts_rows and batch_tokens.find_labels(batch) is None
 
     def size(self, batch: Any, units: Set[str]) -> tuple[int, int]:
-        """Samples, and tokens with padding, that a batch presents on this rank; 0 for what ``units`` does not name."""
+        """Samples, and tokens with padding or those of ``count``, of a batch on this rank; 0 for other units."""
         samples = batch_tokens.count_samples(batch) if "sample" in units else 0
-        return samples, self._tokens(batch)[1] if "token" in units else 0
+        if "token" not in units:
+            return samples, 0
+        return samples, int(self.count(batch)) if self.count is not None else self._tokens(batch)[1]
 
     def _tokens(self, batch: Any) -> tuple[int | Tensor, int]:
         labels = batch_tokens.find_labels(batch)

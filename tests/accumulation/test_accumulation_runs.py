@@ -157,6 +157,17 @@ def test_a_target_batch_in_tokens_counts_padding() -> None:
     assert lengths_of(TokenModel(), loader(batches), scheduler) == [3, 3]
 
 
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["int", "tensor"])
+def test_a_target_batch_in_tokens_is_in_those_that_count_returns(as_tensor: bool) -> None:
+    def count(batch: Any) -> Any:
+        targets = (batch[1] != -100).sum()
+        return targets if as_tensor else int(targets)
+
+    batches = token_batches([4, 4, 4, 4, 4, 4])
+    assert batches[0][1].numel() > 4
+    assert lengths_of(TokenModel(), loader(batches), AccumulationScheduler(target_tokens=12, count=count)) == [3, 3]
+
+
 def test_tokens_as_a_clock_need_tokens() -> None:
     with pytest.raises(MisconfigurationException, match="Tokens cannot be counted in a batch of type 'list'"):
         lengths_of(Regression(), loader(regression_batches(2)), AccumulationScheduler({0: 1}, unit="token"))

@@ -223,6 +223,15 @@ def test_full_weights_are_the_masters_and_load_anywhere(tmp_path: Path) -> None:
         assert equal(spy.weights, masters)
 
 
+def test_a_module_made_in_16_bit_cannot_load_full_weights() -> None:
+    plugin = master_weights(fp32_checkpoints=True)
+    text = r"Regression was created with 16-bit weights \(net.0.weight.*Create the model in fp32"
+    module = Regression()
+    with pytest.warns(UserWarning, match=text):
+        fit([plugin], module.bfloat16(), 1)
+    fit([plugin], module, 1)  # 16 bit from the first fit, with masters
+
+
 def test_copies_of_a_module_with_full_weights_carry_no_masters() -> None:
     module = Regression(adamw)
     fit([master_weights(fp32_checkpoints=True)], module, 1)

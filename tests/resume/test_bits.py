@@ -11,12 +11,20 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from memory_logger import MemoryLogger
 from small_models import TokenModel, adamw, loader, quiet_trainer, token_batches
 from torch import Tensor
 
-from lightning_mp import AccumulationScheduler, LossScaler, MasterWeightsPrecision
+from lightning_mp import (
+    AccumulationScheduler,
+    ChinchillaBudget,
+    ExactResume,
+    LossScaler,
+    MasterWeightsPrecision,
+    MFUMonitor,
+)
 from lightning_mp.__main__ import main
-from lightning_mp.resume.differences import KINDS, compare_checkpoints, kind_of, kinds_in
+from lightning_mp.resume.differences import EXACT_RESUME_KEY, KINDS, compare_checkpoints, kind_of, kinds_in
 from lightning_mp.resume.records import bit_hash, bit_hash_of_nested, first_parting, read_records, write_record
 
 CPU = torch.device("cpu")
@@ -125,6 +133,29 @@ def test_the_largest_difference_and_the_number_of_elements_are_right() -> None:
     assert shape.note == "[2] float32 in the first, [2] float16 in the second"
     (missing,) = compare_checkpoints({"state_dict": {"w": torch.ones(2)}}, {"state_dict": {}})
     assert missing.note == "only in the first one"
+
+
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. (the run ended after|max_steps=)")
+def test_clocks_of_a_resumed_run_are_left_out(tmp_path: Path) -> None:
+    def fit(steps: int, name: str, ckpt_path: Path | None = None) -> None:
+        callbacks = [
+            ExactResume(),
+            ChinchillaBudget(tokens=10**6),
+            MFUMonitor(peak_flops=1e9, flops_per_token=1e3),
+        ]
+        trainer = quiet_trainer(
+            callbacks=callbacks, max_epochs=-1, max_steps=steps, log_every_n_steps=1, logger=MemoryLogger()
+        )
+        trainer.fit(TokenModel(adamw), loader(token_batches([3, 4, 2, 5] * 5)), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+
+    fit(12, "straight")
+    fit(6, "begun")
+    fit(12, "resumed", tmp_path / "begun.ckpt")
+    assert bits(tmp_path / "straight.ckpt", tmp_path / "resumed.ckpt") == 0
+    saved = torch.load(tmp_path / "straight.ckpt", weights_only=True)
+    assert {"lightning_mp_device_seconds"} <= set(saved)
+    assert "mp/tokens_per_second" in str(saved[EXACT_RESUME_KEY])
 
 
 def test_folders_and_speeds_of_equal_runs_are_left_out() -> None:

@@ -123,6 +123,17 @@ def check_parametrizations(module: nn.Module, precision: str, in_float32: Collec
         )
 
 
+def warn_about_16_bit_modules(module: nn.Module) -> None:
+    """``load_from_checkpoint`` would round fp32 weights into a module whose constructor makes 16-bit ones."""
+    names = [name for name, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES]
+    if names:
+        rank_zero_warn(
+            f"MasterWeightsPrecision(fp32_checkpoints=True): {type(module).__name__} was created with 16-bit weights"
+            f" ({listed(names)}), into which load_from_checkpoint rounds the fp32 weights of a checkpoint. Create the"
+            " model in fp32 (from_pretrained(..., dtype=torch.float32)); the plugin casts it."
+        )
+
+
 def refuse_copies_of_weights(optimizer: Optimizer) -> None:
     """Refuses optimizers that have views or moments of 16-bit weights elsewhere than in their groups and state.
 
