@@ -1,6 +1,7 @@
 """What a preflight reads off a Trainer, a module and a checkpoint: precision, weights, layers, length, and a budget."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -99,7 +100,8 @@ def _sizes(part: nn.Module) -> Iterator[tuple[str, int]]:
         yield from (("in_features", rows), ("out_features", columns))
 
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+# torch's classes; DropPath of timm and transformers, StochasticDepth of torchvision.
+_DROPOUT = re.compile("Drop|StochasticDepth")
 
 
 def layers_in_eval(module: nn.Module) -> tuple[str, ...]:
@@ -110,8 +112,8 @@ def layers_in_eval(module: nn.Module) -> tuple[str, ...]:
 
 def _differs(part: nn.Module) -> bool:
     """Whether a layer does something else in training."""
-    if isinstance(part, _DROPOUTS):
-        return part.p > 0
+    if _DROPOUT.search(type(part).__name__):
+        return any(isinstance(rate, float) and rate > 0 for rate in (vars(part).get("p"), vars(part).get("drop_prob")))
     if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
         return part.dropout > 0
     return isinstance(part, BATCH_NORMS) and part.track_running_stats

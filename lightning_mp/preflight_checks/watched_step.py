@@ -215,11 +215,7 @@ class WatchedStep:
                 )
             except ValueError as error:
                 if type(error.__cause__).__name__ in _WANTS_NUMBERS:
-                    raise ValueError(
-                        f"{place_of(error.__cause__ or error)} reads values of tensors, for instance by .item(), an"
-                        " `if` on a tensor or indexing with a mask, and the step was tried on fake tensors, which have"
-                        " none."
-                    ) from error
+                    raise _reads_numbers(error.__cause__ or error) from error
                 # A step that makes its backwards itself returns nothing to differentiate.
                 if self._module.automatic_optimization or not self._has_run:
                     raise
@@ -265,7 +261,13 @@ class WatchedStep:
         configure, own = copy.configure_optimizers, self.copy
 
         def configure_optimizers() -> Any:
-            configured = configure()
+            try:
+                configured = configure()
+            except Exception as error:
+                if type(error).__name__ in _WANTS_NUMBERS:
+                    error = _reads_numbers(error)
+                self.failures.append(("optimizers, what they train and their schedules", str(error).partition("\n")[0]))
+                raise error from None
             self._take(configured)
             self._try_hooks()
             return configured
@@ -397,6 +399,13 @@ def _arguments_of(training_step: Callable[..., Any], batch: Any) -> tuple[Any, .
 
 def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
+
+
+def _reads_numbers(error: BaseException) -> ValueError:
+    return ValueError(
+        f"{place_of(error)} reads values of tensors, for instance by .item(), an `if` on a tensor or indexing with a"
+        " mask, and was tried on fake tensors, which have none."
+    )
 
 
 def _first_line(error: Exception) -> str:

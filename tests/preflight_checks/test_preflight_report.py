@@ -151,6 +151,19 @@ def test_what_cannot_be_looked_at_is_said_and_the_rest_is_checked() -> None:
     assert f"not checked: {reason}"[:60] in str(report)
 
 
+class ConfiguresByNumbers(Net):
+    def configure_optimizers(self) -> Any:
+        another = nn.ModuleList(nn.Dropout(rate.item()) for rate in torch.linspace(0, 0.1, 2))
+        return torch.optim.AdamW([*another.parameters(), *Net().parameters()])
+
+
+def test_optimizers_that_cannot_be_tried_are_said_to_be_unchecked() -> None:
+    report = preflight(quiet_trainer(max_epochs=3), ConfiguresByNumbers(), loader(regression_batches(2)))
+    reasons = dict(report.not_checked)
+    assert list(reasons) == ["training step", "optimizers, what they train and their schedules"]
+    assert all(" reads values of tensors, for instance by .item()" in reason for reason in reasons.values())
+
+
 class Stream(IterableDataset[Tensor]):
     def __iter__(self) -> Any:
         return iter(torch.ones(3, 8))

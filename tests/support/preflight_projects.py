@@ -178,6 +178,25 @@ class LeftInEval(Net):
         self.net.eval()
 
 
+class DropPath(nn.Module):
+    """As that of timm and transformers."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class PathsInEval(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, DropPath(0.1))
+        self.net.insert(1, DropPath(0.0))
+        self.net.eval()
+
+
 class Adapted(Net):
     """A frozen base and its adapter, both in bf16."""
 
@@ -438,6 +457,10 @@ PROJECTS: dict[str, Project] = {
     "a model left in eval mode": Project(
         *("eval_mode", "warning", "1 dropout or BatchNorm layers beside trainable weights", "module.train()"),
         LeftInEval,
+    ),
+    "stochastic depth left in eval mode": Project(
+        *("eval_mode", "warning", "1 dropout or BatchNorm layers beside trainable weights", "module.train()"),
+        PathsInEval,
     ),
     "a tied memory": Project(
         *("tied_weights", "error", "net.0.weight, net.1.weight share their memory", "as one parameter"), HalfTied
