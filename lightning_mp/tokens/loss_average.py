@@ -17,6 +17,8 @@ _OVER_ELEMENTS = (
     "HuberLossBackward0",
 )
 _QUOTIENT = "DivBackward0"
+# Of cross_entropy with probabilities as targets: torch divides the negative sum by a number, which Python code cannot.
+_OF_PROBABILITIES = "DivBackward1"
 #: Of :func:`lightning_mp.accumulation.ready_gradients.loss_with_gradients`.
 _READY = "_ReadyGradientsBackward"
 #: Nodes between a training step's loss and the means in it; any other node belongs to the model.
@@ -49,7 +51,7 @@ class LossAverage:
         Waits for the device, if there are several.
         """
         found = _means(loss.grad_fn)
-        found = [mean for mean in found if mean.node in (*_NLL, _QUOTIENT)] or found
+        found = [mean for mean in found if mean.node in (*_NLL, _OF_PROBABILITIES, _QUOTIENT)] or found
         if len(found) < 2:
             return found
         return list({float(mean.count(loss) or 0): mean for mean in reversed(found)}.values())[::-1]
@@ -68,6 +70,8 @@ class LossAverage:
             return node.averaged_over  # type: ignore[no-any-return]
         if self.node == "MeanBackward0":
             return int(node._saved_self_sym_numel)
+        if self.node == _OF_PROBABILITIES:
+            return int(node._saved_other)
         if self.node in _OVER_ELEMENTS:
             return int(node._saved_self.numel())
         if self.node == _QUOTIENT:
@@ -166,6 +170,7 @@ def _means(start: Any) -> list[LossAverage]:
         name = type(node).__name__
         reduction = getattr(node, "_saved_reduction", None)
         is_mean = name == "MeanBackward0" or (name in (*_NLL, *_OVER_ELEMENTS) and reduction == _MEAN)
+        is_mean |= name == _OF_PROBABILITIES and type(_follow(node, (0,))).__name__ == "NegBackward0"
         if is_mean or (name == _READY and node.averaged_over is not None):
             found.append(LossAverage(path, name))
         elif name in (*_NLL, *_OVER_ELEMENTS) and reduction == _SUM:

@@ -80,6 +80,17 @@ LOSSES: dict[str, Loss] = {
     "negative divisor": lambda net, b: (
         F.nll_loss(-F.log_softmax(in_fp32(net, b[0]), -1), b[1], reduction="sum") / -(b[1] >= 0).sum()
     ),
+    "probabilities": lambda net, b: F.cross_entropy(
+        in_fp32(net, b[0][b[1] >= 0]), F.one_hot(b[1][b[1] >= 0], 3) * 0.7 + 0.1, label_smoothing=0.1
+    ),
+    "mixed up": lambda net, b: (
+        0.3 * F.cross_entropy(in_fp32(net, b[0][b[1] >= 0]), F.one_hot(b[1][b[1] >= 0], 3).float(), weight=CLASSES)
+        + 0.7 * F.cross_entropy(in_fp32(net, b[0]), b[1])
+    ),
+    "spatial probabilities": lambda net, b: F.cross_entropy(
+        in_fp32(net, b[0][b[1] >= 0]).T[None, :, :, None],
+        F.one_hot(b[1][b[1] >= 0], 3).float().T[None, :, :, None],
+    ),
     "mean of a vector": lambda net, b: in_fp32(net, b[0][b[1] >= 0]).square().mean(),
 }
 
