@@ -71,9 +71,10 @@ class ExactResume(SettingsRepr, Callback):
     sampler again, without loading their samples. Loaders with a ``state_dict``, such as torchdata's
     ``StatefulDataLoader``, and iterable datasets with one (without workers), continue from it.
 
-    It changes a run in two ways: each batch that a worker process loads has its own seed, so that augmentation does not
-    depend on what the worker loaded before; and a validation loader with ``persistent_workers`` no longer advances the
-    random generators of the process when it starts its workers.
+    It changes a run in three ways: each batch that a worker process loads has its own seed, so that augmentation does
+    not depend on what the worker loaded before; a validation loader with ``persistent_workers`` no longer advances the
+    random generators of the process when it starts its workers; and a batch sampler that draws when its iterator is
+    made draws at the first batch instead.
 
     Args:
         on_unsupported: what to do if the position of a training loader cannot be recorded: ``"warn"`` or ``"error"``.

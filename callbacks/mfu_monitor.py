@@ -86,8 +86,7 @@ class MFUMonitor(SettingsRepr, Callback):
     of the format in which most of these products ran, regardless of the precision plugin. Work that several
     tensor-parallel ranks repeat on plain tensors counts on each of them.
 
-    Like every token counter of the pack this makes the gradient of an accumulation window the exact mean over its
-    tokens. Skipped steps are known with the precision plugins of this package, or with ``OverflowMonitor``.
+    Skipped steps are known with the precision plugins of this package, or with ``OverflowMonitor``.
 
     Args:
         flops_per_token: "exact" counts; a name of :data:`~lightning_mp.flops.conventions.CONVENTIONS` ("6N", "palm",
@@ -203,8 +202,8 @@ class MFUMonitor(SettingsRepr, Callback):
             convention = "" if self.unit == "sample" else f", or name a convention: {', '.join(CONVENTIONS)}"
             raise MisconfigurationException(
                 "MFUMonitor(flops_per_token='exact') cannot see into code compiled by torch.compile. Count before"
-                " compiling,"
-                f" MFUMonitor(flops_per_token=count_flops(model, batch).model / {self._counted}s){convention}."
+                " compiling with lightning_mp.flops.flop_counter.count_flops, MFUMonitor(flops_per_token="
+                f"count_flops(model, batch).model / {self._counted}s){convention}."
             )
 
     def _count_in(self, weighting: Weighting, input_tokens: int, batch: Any) -> None:

@@ -140,12 +140,19 @@ def _fit_choice(
     enough = _enough_gpus(question, config, memory_bytes)
     if enough is not None and enough > question.gpus:
         reason += f" {enough} GPUs suffice, sharded and checkpointed."
-    if question.storage in ("bf16-mixed", "fp8-mixed"):
-        reason += " MasterWeightsPrecision('bf16-true', storage='remainder') keeps 2 bytes per parameter less."
-    if question.goal == "finetune":
-        reason += " Adapters on a frozen 16-bit base keep least: goal 'adapters'."
+    reason += _with_less(question)
     sure: Sure = "measure it" if verdict == "may fit" else "certain"
     return Choice("memory", verdict, reason, _CALCULATED, sure)
+
+
+def _with_less(question: Question) -> str:
+    """What trains the same model with fewer bytes."""
+    text = ""
+    if question.goal in ("pretrain", "finetune") and question.storage in ("bf16-mixed", "bf16-masters", "fp8-mixed"):
+        text = " MasterWeightsPrecision('bf16-true', storage='24bit') with AdamW8bit keeps 7 bytes per parameter."
+    if question.goal == "finetune":
+        text += " Adapters on a frozen 16-bit base keep least: goal 'adapters'."
+    return text
 
 
 def _enough_gpus(question: Question, config: DecoderConfig, memory_bytes: float) -> int | None:
@@ -230,7 +237,7 @@ def _by_states(question: Question, parameters: float, memory_bytes: float) -> La
         reason += f"{_on_top(question)} Use more GPUs, or a smaller model."
     else:
         verdict = "does not fit"
-        reason += f" {ceil(states / memory_bytes)} GPUs would hold them, without activations."
+        reason += f" {ceil(states / memory_bytes)} GPUs would hold them, without activations.{_with_less(question)}"
     if question.goal == "adapters" and not roomy:
         quantized = format_bytes(_NF4_BYTES * parameters)
         reason += f" QLoRA keeps the base in 4 bit, {quantized}: BitsandbytesPrecision('nf4') of Lightning, CUDA only."
