@@ -141,7 +141,7 @@ class PrecisionAudit(SettingsRepr, Callback):
         self._fit = None
         self.records = report
         self.findings = find_problems(report, _asked_of(trainer, pl_module))
-        rank_zero_info(f"{audit_table(report)}")
+        rank_zero_info(f"{audit_table(report)}" + ("" if self.findings else "\nNo problem found."))
         if self.findings:
             rank_zero_warn(_summary(self.findings), category=UserWarning)
 

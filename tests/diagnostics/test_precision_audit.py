@@ -323,6 +323,13 @@ def test_the_table_is_logged_once_and_the_findings_are_one_warning(caplog: Any) 
     tables = [record.getMessage() for record in caplog.records if "Precision audit" in record.getMessage()]
     assert len(tables) == 1
     assert "softmax bf16" in " ".join(tables[0].split())
+    assert "No problem" not in tables[0]
+
+
+def test_the_table_says_if_there_is_no_problem(caplog: Any) -> None:
+    with caplog.at_level(logging.INFO):
+        fit(Known(), callbacks=[PrecisionAudit()], precision="bf16-mixed")
+    assert [text for text in caplog.messages if text.endswith("\nNo problem found.")]
 
 
 def test_the_table_shows_like_modules_as_one_row_and_fits_into_a_terminal(monkeypatch: Any) -> None:

@@ -193,7 +193,7 @@ def dtype_hint(precision: str, error: str, *, with_policy: bool) -> str:
         return (
             f"HINT: under MasterWeightsPrecision({precision!r}) weights and inputs are {dtype}, for which torch"
             " does not have this operation. Give the module that computes it a rule in fp32:"
-            " policy={'name.of.module': 'fp32'}."
+            " policy={'name.of.module': 'fp32'}; in a step itself, create its inputs with dtype=torch.float32."
         )
     if not with_policy:
         return (
