@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -104,8 +105,8 @@ class UnderflowMonitor(SettingsRepr, Callback):
     ``mp/zero_fraction``, ``mp/headroom_doublings`` (how often the scale may double before the largest gradient
     overflows), ``mp/suggested_scale`` (the largest power of two that would have suited the last 10 observations with
     one doubling of headroom). Other kinds have their name appended: ``mp/underflow_fraction/activations``. A
-    ``TensorBoardLogger`` also gets the histogram of exponents, ``mp/exponents/gradients``. The latest observation and
-    the history are saved in the checkpoint.
+    ``TensorBoardLogger`` also gets the histogram of exponents, ``mp/exponents/gradients``. The last observation is
+    printed at the end of the fit; it and the history are saved in the checkpoint.
 
     In distributed runs sharded gradients are counted on all ranks, each value once. Activations are those of rank 0: of
     its batches, and under tensor parallelism of its part of the model. Modules inside a compiled one and outputs inside
@@ -285,8 +286,12 @@ class UnderflowMonitor(SettingsRepr, Callback):
             self._send(trainer, {}, scale)  # no gradients were requested, so no hook before the step has
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Reads the last observation."""
+        """Reads the last observation, and prints it."""
         self._flush_pending()
+        if self._latest is not None:
+            scale = self.suggested_scale
+            advice = "" if scale is None else f"\nA loss scale of {scale:g} suits the last observations."
+            rank_zero_info(f"UnderflowMonitor, the last observation:\n{self._latest}{advice}")
 
     # -- from the device to the logger ---------------------------------------------------------------------------------
 

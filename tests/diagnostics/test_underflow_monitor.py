@@ -182,6 +182,19 @@ def test_suggestion_suits_the_last_ten_observations() -> None:
     assert suggestions[11] > suggestions[10] * 2**9
 
 
+def test_the_last_observation_and_a_scale_are_printed_at_the_end(caplog: Any) -> None:
+    monitor = UnderflowMonitor(every_n_steps=2)
+    with caplog.at_level("INFO"):
+        small_models.fit(Regression(), loader(regression_batches(5)), monitor, plugin=autocast()[0])
+    (text,) = [text for text in caplog.messages if text.startswith("UnderflowMonitor")]
+    assert text == (
+        f"UnderflowMonitor, the last observation:\n{monitor.latest}\n"
+        f"A loss scale of {monitor.suggested_scale:g} suits the last observations."
+    )
+    assert monitor.latest is not None
+    assert monitor.latest.step_index == 4
+
+
 @pytest.mark.parametrize("plugins", [autocast, stock])
 def test_an_overflow_leaves_no_headroom_and_halves_the_scale(plugins: Any) -> None:
     monitor = UnderflowMonitor(every_n_steps=1)
