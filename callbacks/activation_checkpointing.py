@@ -97,7 +97,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         )
         self.module_names: tuple[str, ...] = ()
         self.report: RecomputeReport | None = None
-        self._checkpointed: CheckpointedModules | None = None  # of the fit at hand
+        self._checkpointed: CheckpointedModules | None = None  # of the current fit
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 

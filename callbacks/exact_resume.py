@@ -58,7 +58,7 @@ class _Fit:
     # Random state of the run's end, and metrics of an epoch that it cuts off, before that logs and forgets them.
     at_end: dict[str, Any] | None = None
     of_cut_epoch: dict[str, Any] | None = None
-    hashes: dict[str, Tensor] = field(default_factory=dict)  # of the batch at hand
+    hashes: dict[str, Tensor] = field(default_factory=dict)  # of the current batch
 
 
 class ExactResume(SettingsRepr, Callback):

@@ -63,7 +63,7 @@ class _Fit:
     norms_in_backward: bool = False
     shifts_labels: bool | None = None  # None before the first batch
     tokens_are_samples: bool | None = None  # the same
-    samples: int | None = 0  # of the micro-batch at hand; None if they cannot be counted
+    samples: int | None = 0  # of the current micro-batch; None if they cannot be counted
     tokens: float | Tensor = 0.0
     has_reported: bool = False  # why there is no estimate
 

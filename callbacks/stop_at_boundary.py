@@ -30,7 +30,7 @@ class _Fit:
     started: float = field(default_factory=time.monotonic)
     asked_by: str | None = None  # the name of a signal
     agreement: AsyncAnyRank = field(default_factory=AsyncAnyRank)
-    step: int = 0  # before the micro-batch at hand
+    step: int = 0  # before the current micro-batch
     handlers: dict[int, Any] = field(default_factory=dict)
 
     def replace_handlers(self, signals: Iterable[str]) -> None:

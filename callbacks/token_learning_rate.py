@@ -99,7 +99,7 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     @property
     def _trained_tokens(self) -> int:
-        """Of all steps but the one at hand: the window of that one has just been closed, or is open."""
+        """Of all steps but the current one: the window of that one has just been closed, or is open."""
         return self._controller.counter.tokens_before_last_window - self._controller.counter.skipped_tokens
 
     @property

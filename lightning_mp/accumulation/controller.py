@@ -152,7 +152,7 @@ class AccumulationController(Callback):
         return self.state.micro_batch.measure if self.state.micro_batch is not None else None
 
     def input_tokens(self, batch: Any) -> int:
-        """Tokens that a batch like this presents over all ranks, padding included."""
+        """Tokens of a batch like this over all ranks: with padding, or those of ``count``."""
         assert self.weighting is not None
         return self._num_data_ranks * self.weighting.size(batch, {"token"})[1]
 

@@ -400,7 +400,7 @@ def latest_metrics(trainer: "pl.Trainer") -> dict[str, Any]:
 
 
 def set_metric_state(metric: Metric, states: Mapping[str, Any], updates: int) -> None:
-    """Sets the number of updates that a metric counts."""
+    """Sets the states of a metric and its number of updates."""
     for name, value in states.items():
         setattr(metric, name, value)
     metric._update_count, metric._computed = updates, None

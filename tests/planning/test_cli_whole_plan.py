@@ -236,7 +236,9 @@ def test_memory_measures_a_module_and_draws_it(capsys, monkeypatch):
     printed = output(capsys, f"{words} --plot step.svg").out
     assert "masters" in printed
     assert "Saved the plot to step.svg." in printed
-    assert "If it does not fit: " in printed
+    remedies = words_of(printed).partition("If it does not fit: ")[2]
+    assert remedies.startswith("most of it is weights, gradients and optimizer states: shard them with FSDP2Strategy()")
+    assert "ActivationCheckpointing(...) reduces the rest." in remedies
     assert Path("step.svg").exists()
 
 

@@ -147,7 +147,10 @@ def test_what_does_not_fit_is_told_how_many_gpus_would_do():
     assert answer.fits is False
     assert (row.value, row.sure) == ("does not fit", "certain")
     assert "GPUs suffice, sharded and checkpointed" in row.reason
-    assert "goal 'adapters'" in row.reason
+    of_states = recommend("A100", model="8B", goal="finetune").choice("memory").reason
+    for reason in (row.reason, of_states):
+        assert "storage='24bit') with AdamW8bit keeps 7 bytes per parameter." in reason
+        assert "goal 'adapters'" in reason
     enough = int(row.reason.split(" GPUs suffice")[0].split()[-1])
     assert recommend("A100", model=LLAMA_8B, goal="finetune", gpus=enough).fits is True
     assert recommend("A100", model=LLAMA_8B, goal="finetune", gpus=enough // 2).fits is not True

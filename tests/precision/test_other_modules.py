@@ -305,6 +305,7 @@ def test_an_operation_without_16_bit_names_the_cure() -> None:
         fit(Inverted(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true"))
     assert "does not have this operation" in raised.value.__notes__[0]
     assert "a rule in fp32: policy={'name.of.module': 'fp32'}" in raised.value.__notes__[0]
+    assert "in a step itself, create its inputs with dtype=torch.float32" in raised.value.__notes__[0]
     plugin = MasterWeightsPrecision("bf16-true", policy={"net.0.parametrizations.*": "fp32"})
     fit(Inverted(), regression_batches(1), plugin=plugin)
 
