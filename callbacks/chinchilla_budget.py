@@ -317,7 +317,6 @@ class ChinchillaBudget(SettingsRepr, Callback):
             self._device_seconds, self._fit.started = self.device_seconds, None
 
     def _end(self) -> None:
-        self._stop_clock()
         self._fit = None
 
     def _metrics(self) -> dict[str, float]:

@@ -107,6 +107,16 @@ def test_a_window_has_the_gradient_of_one_batch(name: str, counts: tuple[int, ..
     torch.testing.assert_close(fitted(LOSSES[name], batches, accumulate_grad_batches=5), whole)
 
 
+def test_only_a_cross_entropy_is_read_of_a_division_by_torch_itself() -> None:
+    x = torch.ones(6, 3, requires_grad=True)
+    of_probabilities = F.cross_entropy(x, torch.full((6, 3), 1 / 3))
+    halved = torch.ops.aten.div.Scalar(x.square().mean(), 2)
+    assert {type(loss.grad_fn).__name__ for loss in (of_probabilities, halved)} == {"DivBackward1"}
+    for loss, count in ((of_probabilities, 6), (halved, 18)):
+        (average,) = LossAverage.of(loss / 4)
+        assert average.count(loss / 4) == count
+
+
 @pytest.mark.parametrize("ignored", [255, 250, -1])
 def test_ignore_index_is_the_losss_own(ignored: int) -> None:
     def loss(net: nn.Module, batch: Any) -> Tensor:
