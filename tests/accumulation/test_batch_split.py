@@ -15,13 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from lightning_mp.accumulation.batch_split import (
-    merge_outputs,
-    microbatch_bounds,
-    num_samples,
-    split_batch,
-    split_by,
-)
+from lightning_mp.accumulation.batch_split import merge_outputs, microbatch_bounds, num_samples, split_batch, split_by
 
 Pair = namedtuple("Pair", ["x", "names"])
 

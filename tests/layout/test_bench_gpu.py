@@ -17,16 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_gpu  # noqa: E402
 from bench_cells import float8_cells  # noqa: E402
 from bench_report import Header, as_markdown, as_record, write_report  # noqa: E402
-from bench_schedule import (  # noqa: E402
-    NOT_REACHED,
-    Budget,
-    Cell,
-    Group,
-    Measurement,
-    Part,
-    ratio,
-    run_group,
-)
+from bench_schedule import NOT_REACHED, Budget, Cell, Group, Measurement, Part, ratio, run_group  # noqa: E402
 
 
 class FakeClock:

@@ -13,13 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
-from lightning_mp import (
-    AccumulationScheduler,
-    AutocastPrecision,
-    LossScaler,
-    MasterWeightsPrecision,
-    OverflowMonitor,
-)
+from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
 
 NUM_BATCHES = 4
 

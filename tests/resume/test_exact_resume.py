@@ -11,17 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from exact_runs import (
-    BATCH,
-    BATCHES,
-    LOADERS,
-    SAMPLES,
-    SAVES,
-    Augmented,
-    Dropped,
-    Memory,
-    run,
-)
+from exact_runs import BATCH, BATCHES, LOADERS, SAMPLES, SAVES, Augmented, Dropped, Memory, run
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException

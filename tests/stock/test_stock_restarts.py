@@ -7,16 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from restarts import (
-    BATCHES,
-    SAVES,
-    SizedStream,
-    Stream,
-    Trace,
-    TurningStream,
-    interrupted,
-    trace,
-)
+from restarts import BATCHES, SAVES, SizedStream, Stream, Trace, TurningStream, interrupted, trace
 from small_models import quiet_trainer
 
 from lightning_mp import AtomicCheckpoints

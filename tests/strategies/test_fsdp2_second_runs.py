@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_runs import (
-    Blocks,
-    PostNorm,
-    ResumableLoader,
-    batches,
-    fp16,
-    fsdp2,
-    model,
-)
+from fsdp2_runs import Blocks, PostNorm, ResumableLoader, batches, fp16, fsdp2, model
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException

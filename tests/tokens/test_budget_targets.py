@@ -14,15 +14,7 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import (
-    ResumableLoader,
-    TokenModel,
-    adamw,
-    fused_adamw,
-    quiet_trainer,
-    token_batches,
-    weights,
-)
+from small_models import ResumableLoader, TokenModel, adamw, fused_adamw, quiet_trainer, token_batches, weights
 from torch import Tensor, nn
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor

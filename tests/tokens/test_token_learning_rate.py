@@ -12,19 +12,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from recorded_rates import (
-    COSINE,
-    LENGTHS,
-    TOTAL,
-    WSD,
-    Recording,
-    adamw,
-    expected,
-    first,
-    fit,
-    fused,
-    tensor_rate,
-)
+from recorded_rates import COSINE, LENGTHS, TOTAL, WSD, Recording, adamw, expected, first, fit, fused, tensor_rate
 from small_models import Regression, loader, quiet_trainer, regression_batches, token_batches
 from torch import nn
 from torch.optim import lr_scheduler

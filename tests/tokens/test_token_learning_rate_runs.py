@@ -14,13 +14,7 @@ from third_party_optimizers import THIRD_PARTY
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_mp import (
-    AccumulationScheduler,
-    AutocastPrecision,
-    ChinchillaBudget,
-    LossScaler,
-    MasterWeightsPrecision,
-)
+from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.token_learning_rate import CooldownRequest, TokenLearningRate
 from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
 
