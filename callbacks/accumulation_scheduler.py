@@ -20,7 +20,7 @@ from lightning_mp.gradients.sync import Sync
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
 #: A number of micro-batches, or of samples or tokens, by threshold. YAML and Hydra write both as strings.
-Table = Mapping[int, int] | Mapping[str, int] | Mapping[int, str] | Mapping[str, str] | Mapping[int | str, int | str]
+Table = Mapping[Any, int | str]  # keys are ints or strings; a union of both would refuse a dict[int, int]
 #: Samples or tokens in a step: a number, such a number as text ("1M"), or a table of them.
 BatchTarget = int | str | Table
 

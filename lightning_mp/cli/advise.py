@@ -104,4 +104,7 @@ def _print(answer: Recommendation) -> None:
         print(f"  {choice.what}: {choice.value} [{choice.sure}]")
         print_paragraph(choice.reason, indent="    ")
         print_paragraph(f"Source: {choice.source}\n", indent="    ")
-    print(answer.python(), end="")
+    if answer.fits is False:
+        print_paragraph("No Trainer is shown, since memory does not suffice. --python prints it all the same.")
+    else:
+        print(answer.python(), end="")

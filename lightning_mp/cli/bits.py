@@ -85,7 +85,7 @@ def _compare_checkpoints(arguments: argparse.Namespace, paths: tuple[Path, Path]
         for kind, group in groupby(found, key=lambda difference: difference.kind):
             print(f"  {_summary(kind, list(group))}")
     else:
-        print("equal: " + ", ".join(f"{count:,} of {kind}" for kind, count in kinds_in(first).items()))
+        print("equal, in elements: " + ", ".join(f"{kind} {count:,}" for kind, count in kinds_in(first).items()))
     return int(bool(found))
 
 

@@ -6,6 +6,7 @@ through such a call without a graph break, and a deep copy of the module gets it
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +89,16 @@ def run_covered(forward: Callable[..., Any], scope: PolicyScope, dtype: Dtype, *
     cached = None if wanted == scope.low else False
     with torch.autocast(scope.device_type, dtype=wanted, cache_enabled=cached):
         return forward(*args, **kwargs)
+
+
+def run_within_rule(module: nn.Module, function: Callable[[], Any]) -> Any:
+    """Calls a function under the autocast that the rule about a module sets, if there is one."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, partial) and forward.args:
+        if forward.func is run_covered:
+            return run_covered(function, *forward.args[1:])
+        forward = forward.args[0]
+    return function()
 
 
 def run_opaque(forward: Callable[..., Any], scope: PolicyScope, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from lightning_mp.tokens.count_unit import samples_of
 WeightBy = Literal["auto", "batch", "sample", "token"]
 
 #: From a batch to its number of items on this rank: an int, or an integer scalar tensor on any device.
+# jsonargparse compares return types by equality, hence the union.
 CountFunction = Callable[[Any], int] | Callable[[Any], Tensor] | Callable[[Any], int | Tensor]
 
 

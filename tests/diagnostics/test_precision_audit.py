@@ -85,6 +85,15 @@ def test_every_dtype_of_a_known_model_is_told(name: str) -> None:
     assert audit.findings == ()
 
 
+def test_the_autocast_of_a_module_is_that_inside_of_its_rule() -> None:
+    """A norm's dtype is the same in fp32 with autocast off and on, where autocast leaves it to its input."""
+    audit = audited(Known(), plugins=[AutocastPrecision("bf16-mixed", policy=PrecisionPolicy([("norm", "fp32")]))])
+    report = audit.records
+    assert report is not None
+    modules = {row.name: row for row in report.modules}
+    assert (modules["norm"].autocast, modules["middle"].autocast) == ("off", "cpu bf16")
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_fp8_layers_are_told_from_those_in_bf16(recipe: Any) -> None:
     """torchao's recipes: which of a layer's three products are in which format."""

@@ -326,6 +326,15 @@ def test_advise_prints_reasons_and_code(capsys):
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
+def test_advise_shows_no_trainer_that_runs_out_of_memory(capsys):
+    words = "advise --device t4 --params 7B --goal finetune"
+    text = output(capsys, words).out
+    assert "memory: does not fit [certain]" in text
+    assert "trainer = " not in text
+    assert words_of(text).endswith("memory does not suffice. --python prints it all the same.")
+    assert "\ntrainer = pl.Trainer(\n" in output(capsys, f"{words} --python").out
+
+
 def test_advise_in_other_forms(capsys):
     words = "advise --device a100 --gpus 8 --layers 12 --width 768 --vocab 50257 --tokens-per-step 1M"
     ast.parse(output(capsys, f"{words} --python").out)

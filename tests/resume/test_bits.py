@@ -112,7 +112,7 @@ def test_fifty_of_fifty_flipped_bits_are_named_and_equal_checkpoints_are_equal(
     for name, content in (("a", checkpoint), ("b", same), ("c", other)):
         torch.save(content, tmp_path / f"{name}.ckpt")
     assert bits(tmp_path / "a.ckpt", tmp_path / "b.ckpt") == 0
-    assert capsys.readouterr().out.startswith("equal: ")
+    assert capsys.readouterr().out.startswith("equal, in elements: weights ")
     assert bits(tmp_path / "a.ckpt", tmp_path / "c.ckpt") == 1
     assert capsys.readouterr().out.startswith(f"different, first in {difference}\n")
     assert bits(tmp_path / "a.ckpt", tmp_path / "c.ckpt", "--json") == 1

@@ -3,7 +3,7 @@
 import threading
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -20,6 +20,7 @@ from lightning_mp.diagnostics.audit.operations import candidates, compute_dtype,
 from lightning_mp.diagnostics.audit.records import LOW, AuditReport, ModuleRecord, OperationRecord, Phase
 from lightning_mp.modules.forward_wrapper import takes_hooks
 from lightning_mp.modules.names import named_modules
+from lightning_mp.policy.module_rules import run_within_rule
 from lightning_mp.policy.operations import by_autocast
 
 
@@ -145,8 +146,8 @@ class PrecisionWatch:
             self._is_after_backward = False
             self._frames_before_backward = None
         types = {tensor.device.type for tensor in (*own, *given)} or set(self._frames[-1].autocast)
-        known = {device_type: autocast_label(device_type) for device_type in types}
-        self._frames[-1].autocast |= known
+        self._frames[-1].autocast |= _autocast_labels(types)
+        known = run_within_rule(note.module, lambda: _autocast_labels(types))
         note.autocast |= dict.fromkeys(known.values())
         self._frames.append(_Frame(note.name, known))
         self._mark()
@@ -297,6 +298,10 @@ def autocast_label(device_type: str) -> str:
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return "off"
     return f"{device_type} {dtype_label(torch.get_autocast_dtype(device_type))}"
+
+
+def _autocast_labels(device_types: Iterable[str]) -> dict[str, str]:
+    return {device_type: autocast_label(device_type) for device_type in device_types}
 
 
 def infer_autocast(record: OperationRecord, around: str) -> str:
