@@ -66,7 +66,7 @@ class CallbackMetrics(Callback):
     # -- when ----------------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Meets the Trainer's dictionaries and its progress bar; has Lightning pass over hooks that do nothing."""
+        """Keeps references to the Trainer's dictionaries and progress bar; has Lightning skip hooks that do nothing."""
         self._published, self._logged = trainer.callback_metrics, trainer.logged_metrics
         self._on_bar = trainer.progress_bar_metrics
         self._has_run, self._last_row = False, None

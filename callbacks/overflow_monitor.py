@@ -308,7 +308,7 @@ class RealStepLimit:
         self._asked_max_steps = trainer.max_steps
 
     def allow_for(self, skipped_steps: int) -> None:
-        """So many steps of the run were skipped."""
+        """Raises the limit by the number of skipped steps of the run."""
         if self._asked_max_steps != -1:
             private_loop_api.set_max_steps(self._trainer, self._asked_max_steps + skipped_steps)
 

@@ -46,7 +46,7 @@ from lightning_mp.diagnostics.underflow.watch import ActivationWatch, BackwardWa
 _KINDS = ("gradients", "activations", "activation_gradients")
 #: Number of last observations that the suggested scale must suit.
 SUGGESTION_OBSERVATIONS = 10
-#: So many observations the history keeps.
+#: Length of the history.
 HISTORY_OBSERVATIONS = 1000
 
 

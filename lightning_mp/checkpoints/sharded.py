@@ -38,7 +38,7 @@ def has_optimizer_state(path: Path) -> bool:
 
 @contextmanager
 def without_synthetic_step(optimizer: Optimizer) -> Iterator[None]:
-    """Asks for the state of an optimizer and gets it as it is, also when it has made no step yet.
+    """Inside, reading the state of an optimizer that has not stepped yet leaves it unchanged.
 
     ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` makes a step with zero gradients of an
     optimizer that has neither state nor gradients. Adam would count it, in the checkpoint and in the run that

@@ -141,7 +141,7 @@ class Progress:
         self._bar.close()
 
     def expect(self, steps: int) -> None:
-        """So many optimizer steps more will be made."""
+        """Adds optimizer steps to the total of the bar."""
         self._bar.total += steps
         self._bar.refresh()
 

@@ -91,7 +91,7 @@ class RunHistory(Callback):
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
-        """Goes on with the rows of the run that is resumed."""
+        """Continues with the rows of the resumed run."""
         self._steps, self._validation = (checkpoint[HISTORY_KEY][rows] for rows in ("steps", "validation"))
 
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

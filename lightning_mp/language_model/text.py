@@ -166,7 +166,7 @@ class TextBatches:
         return {"served": self._served, "global_batch_size": self._global_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after the last batch served.
+        """Continues after the last batch served.
 
         Raises:
             ValueError: If the batches were of another size over all ranks.

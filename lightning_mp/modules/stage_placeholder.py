@@ -41,7 +41,7 @@ class StageSplit:
 
 
 class StagePlaceholder(nn.Module):
-    """Stands where a module of another stage was. It has no parameters, and calling it is an error."""
+    """Replaces a module of another stage. It has no parameters, and calling it is an error."""
 
     def __init__(self, name: str, stages: Sequence[int], split: StageSplit, meta_module: nn.Module) -> None:
         super().__init__()

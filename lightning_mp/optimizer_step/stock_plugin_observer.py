@@ -109,7 +109,7 @@ class StockPluginObserver:
         return self
 
     def skipped_before(self, skipped_steps: int) -> None:
-        """So many steps of the run were skipped before it was resumed."""
+        """Sets the number of steps that were skipped before the run was resumed."""
         self._dispatcher.skipped_steps = skipped_steps
 
     def _optimizer_step(

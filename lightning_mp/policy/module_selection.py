@@ -110,7 +110,7 @@ def _text(pattern: ModulePattern) -> str:
 
 def _nothing_fits(owner: str, pattern: ModulePattern, model: nn.Module, candidates: dict[str, nn.Module]) -> str:
     classes = Counter(type(module).__name__ for module in candidates.values())
-    text = f"{owner}: {_text(pattern)} matches no module of {type(model).__name__} that has a forward of its own."
+    text = f"{owner}: {_text(pattern)} matches no module of {type(model).__name__} that defines forward."
     if not all(map(takes_hooks, model.modules())):
         text += " TorchScript modules cannot be chosen: their forward is compiled."
     wanted = pattern if isinstance(pattern, str) else pattern.__name__

@@ -22,7 +22,7 @@ RECIPES = get_args(Float8Recipe)
 
 
 def require_torchao() -> None:
-    """Asks for torchao, the optional package that holds the fp8 layers."""
+    """Raises if torchao, the optional package with the fp8 layers, is not installed."""
     if importlib.util.find_spec("torchao") is None:
         raise ModuleNotFoundError("fp8 needs torchao, which is not installed: pip install torchao.")
 
@@ -114,8 +114,8 @@ def _float8_linear_class() -> type[nn.Linear]:
     class Float8Linear(torchao_linear):  # type: ignore[misc]  # torchao has no types
         def forward(self, input: Tensor) -> Tensor:
             device_type = self.weight.device.type
-            # torchao looks at CUDA's autocast only. Elsewhere it would take an fp32 input as it is, and two dtypes
-            # would meet in the gradient of the weight.
+            # torchao looks at CUDA's autocast only. Elsewhere it would take an fp32 input as it is, and the
+            # gradient of the weight would have inputs of two dtypes.
             if torch.is_autocast_enabled(device_type):
                 input = input.to(torch.get_autocast_dtype(device_type))
             if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
