@@ -177,6 +177,7 @@ def test_fabric_trains_with_the_precision_it_was_told_to_use(precision: str) -> 
 
 OVERFLOWS = frozenset({1, 2})
 SCALE = 2.0**10
+MAX_NORM = 0.5
 
 
 def by_hand(scaler: torch.amp.GradScaler) -> list[Tensor]:
@@ -188,6 +189,8 @@ def by_hand(scaler: torch.amp.GradScaler) -> list[Tensor]:
         with torch.autocast("cpu", dtype=torch.float16):
             loss = module.training_step(batch, index)
         scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
     return weights(module)
@@ -201,21 +204,22 @@ def by_fabric(scaler: torch.amp.GradScaler) -> list[Tensor]:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
         fabric.backward(loss * torch.inf if index in OVERFLOWS else loss)
+        fabric.clip_gradients(model, optimizer, max_norm=MAX_NORM, error_if_nonfinite=False)
         optimizer.step()
     return weights(module)
 
 
 def by_stock_plugin(scaler: torch.amp.GradScaler) -> list[Tensor]:
     module = Regression(overflows=OVERFLOWS)
-    fit(module, regression_batches(8), plugin=MixedPrecision("16-mixed", "cpu", scaler=scaler))
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    fit(module, regression_batches(8), plugin=plugin, gradient_clip_val=MAX_NORM)
     return weights(module)
 
 
 def by_pytorch_lightning(scaler: torch.amp.GradScaler) -> list[Tensor]:
     module = OtherModule()
-    other_trainer(plugins=[OtherMixedPrecision("16-mixed", "cpu", scaler=scaler)]).fit(
-        module, loader(regression_batches(8))
-    )
+    plugin = OtherMixedPrecision("16-mixed", "cpu", scaler=scaler)
+    other_trainer(plugins=[plugin], gradient_clip_val=MAX_NORM).fit(module, loader(regression_batches(8)))
     return weights(module)
 
 

@@ -11,10 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
-from lightning.pytorch.plugins import MixedPrecision
-from small_models import Regression, fit, loader, quiet_trainer, regression_batches, weights
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -787,75 +783,6 @@ def test_cuda_that_is_not_there_is_refused_and_both_remedies_work(monkeypatch):
     scaler = LossScaler()
     one_step(scaler, torch.optim.SGD([new_parameter()], lr=0.1))
     assert scaler.is_enabled()
-
-
-# -- in other people's loops -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_in_a_hand_written_loop_it_takes_the_place_of_grad_scaler(fused):
-    results = []
-    for scaler in (GradScaler("cpu", growth_interval=3), LossScaler("cpu", growth_interval=3)):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-        losses = []
-        for step, (x, y) in enumerate(regression_batches(8)):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = nn.functional.mse_loss(model(x).float(), y.float())
-            losses.append(loss.item())
-            scaler.scale(loss * INF if step == 2 else loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        results.append((losses, scaler.get_scale(), weights(model)))
-    assert results[0][:2] == results[1][:2]
-    assert all(map(torch.equal, results[0][2], results[1][2]))
-
-
-def fit_stock(scaler, batches, **trainer_arguments):
-    model = Regression(overflows=[1])
-    trainer = fit(model, batches, plugin=MixedPrecision("16-mixed", "cpu", scaler=scaler), **trainer_arguments)
-    return model, trainer
-
-
-def test_in_lightnings_own_plugin_it_takes_the_place_of_grad_scaler(tmp_path):
-    """Training, the checkpoint of one continued by the other, and gradient clipping."""
-    batches = regression_batches(6)
-    results = []
-    for scaler in (GradScaler("cpu", 2.0**10, growth_interval=3), LossScaler("cpu", 2.0**10, growth_interval=3)):
-        model, trainer = fit_stock(scaler, batches, gradient_clip_val=0.5)
-        trainer.save_checkpoint(tmp_path / "stock.ckpt")
-        results.append((scaler.get_scale(), weights(model)))
-    assert results[0][0] == results[1][0] == 2.0**10  # halved by the overflow, doubled by three healthy steps
-    assert all(map(torch.equal, results[0][1], results[1][1]))
-
-    for scaler in (LossScaler("cpu"), GradScaler("cpu")):
-        trainer = quiet_trainer(max_epochs=2, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
-        trainer.fit(Regression(), loader(batches), ckpt_path=tmp_path / "stock.ckpt")
-        assert scaler.state_dict()["growth_interval"] == 3
-        assert scaler.get_scale() == 2.0**12  # one healthy step was counted before the checkpoint, six came after
-
-
-def test_in_fabric_it_takes_the_place_of_grad_scaler():
-    results = []
-    for scaler in (GradScaler("cpu", 2.0**10, growth_interval=2), LossScaler("cpu", 2.0**10, growth_interval=2)):
-        fabric = Fabric(accelerator="cpu", devices=1, plugins=FabricMixedPrecision("16-mixed", "cpu", scaler=scaler))
-        torch.manual_seed(0)
-        model = nn.Linear(8, 1)
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        for step, (x, y) in enumerate(regression_batches(5)):
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x).float(), y.float())
-            fabric.backward(loss * INF if step == 1 else loss)
-            if step != 1:  # Fabric refuses to clip what is not finite
-                fabric.clip_gradients(model, optimizer, max_norm=0.5)
-            optimizer.step()
-        results.append((scaler.get_scale(), weights(model)))
-    assert results[0][0] == results[1][0] == 2.0**10  # halved once, doubled once
-    assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
 @pytest.mark.parametrize("overflows", [True, False])

@@ -487,35 +487,6 @@ def test_validation_runs_in_the_same_precision() -> None:
     assert set(seen) == {torch.float16}
 
 
-@pytest.mark.parametrize("precision", ["fp16", "16-true", "32-true"])
-def test_an_unknown_precision_is_refused(precision: str) -> None:
-    with pytest.raises(ValueError, match=r"must be one of \('16-mixed', 'bf16-mixed'\)"):
-        AutocastPrecision(precision)  # type: ignore[arg-type]
-
-
-def test_bf16_takes_no_scaler() -> None:
-    with pytest.raises(MisconfigurationException, match="takes no scaler, got LossScaler"):
-        AutocastPrecision("bf16-mixed", scaler=LossScaler())
-
-
-def test_another_device_than_the_trainers_is_refused() -> None:
-    """Promise 1: autocast for a device that is not used would leave fp32, silently."""
-    with pytest.raises(MisconfigurationException, match=r"device='cuda'\) but the Trainer runs on 'cpu'"):
-        fit(Regression(), regression_batches(1), plugin=AutocastPrecision("bf16-mixed", device="cuda"))
-
-
-def test_a_device_without_fp16_autocast_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"cannot run on 'meta'.*Use one of \('cuda'"):
-        AutocastPrecision("16-mixed", scaler=LossScaler("cpu"))._check_device("meta")
-
-
-def test_lbfgs_is_refused_at_set_up() -> None:
-    module = Regression(torch.optim.LBFGS)
-    with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS"):
-        fit(module, regression_batches(1), plugin=plugin("16-mixed"))
-    assert module.seen_batches == 0
-
-
 # -- after a run -------------------------------------------------------------------------------------------------------
 
 CONTEXTS = ("forward_context", "train_step_context", "val_step_context", "test_step_context", "predict_step_context")
