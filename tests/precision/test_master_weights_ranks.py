@@ -10,13 +10,12 @@ from cpu_fsdp import CpuFsdp
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from master_loops import DTYPES, KINDS, OPTIMIZERS, MastersByHand, master_weights, masters_of, scale_of
-from small_models import Regression, TokenModel, fit, loader, quiet_trainer, regression_batches, token_batches
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_mp import AccumulationScheduler, OverflowMonitor
 from lightning_mp.precision.masters import store
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -87,28 +86,6 @@ def test_masters_below_the_16_bits_are_those_of_rank_zero(storage: str) -> None:
     for ours, other, expected in zip(first, second, start, strict=True):
         assert torch.equal(ours, expected)
         assert torch.equal(other, expected)
-
-
-@pytest.mark.parametrize("looked_at", [False, True])
-@pytest.mark.parametrize("optimizer", ["adamw_foreach", "adamw_fused"])
-def test_an_overflow_on_one_rank_skips_on_all(optimizer: str, looked_at: bool) -> None:
-    """With bucket views, accumulation, clipping, and a hook that is shown fp32 gradients."""
-
-    class Looks(Regression):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            assert all(p.grad.dtype == torch.float32 for p in self.parameters())
-
-    def train(rank: int) -> Any:
-        module = (Looks if looked_at else Regression)(OPTIMIZERS[optimizer], overflows=[2] if rank == 1 else [])
-        monitor, ours = OverflowMonitor(), master_weights("16-true")
-        strategy = ddp(gradient_as_bucket_view=True)
-        arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "max_epochs": 2}
-        trainer = fit(module, BATCHES[rank], monitor, devices=2, strategy=strategy, plugin=ours, **arguments)
-        return masters_of(trainer), monitor.skipped_steps, ours.scaler.get_scale()
-
-    (first, *totals), (second, *others) = run_ranks(train, 2)
-    assert totals == others == [1, 512.0]
-    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(first, second, strict=True))
 
 
 # -- sharded parameters ------------------------------------------------------------------------------------------------
@@ -242,26 +219,3 @@ def test_under_fsdp_the_shards_are_the_masters(precision: str) -> None:
     for ours, other, theirs in zip(first, second, run_ranks(fp32, 2)[0], strict=True):
         assert torch.equal(ours, other)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-3)
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(("precision", "optimizer"), [("bf16-true", "sgd"), ("16-true", "adamw_fused")])
-def test_two_ranks_with_token_weights(precision: str, optimizer: str) -> None:
-    """The accumulation controller's factor goes with the fp32 gradients, or into the fused kernel."""
-    counts = {0: [6, 3, 11, 8], 1: [4, 10, 2, 5]}
-
-    def train(rank: int, ours: bool) -> list[Tensor]:
-        module = TokenModel(OPTIMIZERS[optimizer])
-        trainer = quiet_trainer(
-            devices=2,
-            strategy=ddp(gradient_as_bucket_view=True),
-            plugins=[master_weights(precision)] if ours else [],
-            callbacks=[AccumulationScheduler({0: 2})],
-        )
-        trainer.fit(module, loader(token_batches(counts[rank])))
-        return masters_of(trainer) if ours else [p.detach().clone() for p in module.parameters()]
-
-    masters = run_ranks(lambda rank: train(rank, True), 2)[0]
-    fp32 = run_ranks(lambda rank: train(rank, False), 2)[0]
-    for a, b in zip(masters, fp32, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-3)

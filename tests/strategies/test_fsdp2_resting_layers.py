@@ -154,7 +154,7 @@ PRECISIONS = pytest.mark.parametrize("precisions", [QUICK, pytest.param(OTHERS, 
 def test_layers_that_rest_in_some_micro_batches_of_a_window(
     both: Sequence[bool], last: Sequence[bool], precisions: Sequence[str]
 ) -> None:
-    """Before torch 2.15 fresh 16-bit gradients beside fp32 sums end in an assertion (pytorch/pytorch#196996)."""
+    """D54: before torch 2.15 fresh 16-bit gradients beside fp32 sums end in an assertion (pytorch/pytorch#196996)."""
     assert_trained_alike([Cell(precision, both, last, partial(windows, 2)) for precision in precisions])
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from fsdp2_runs import Blocks, PostNorm, assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
 from gloo import run_same_ranks as run_ranks
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import StrategyRegistry
@@ -16,7 +15,7 @@ from small_models import WIDTH, Regression, fit, loader, quiet_trainer, regressi
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, MasterWeightsPrecision
+from lightning_mp import AccumulationScheduler, AutocastPrecision
 from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_mp.language_model.gpt import Block
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy
@@ -79,40 +78,6 @@ def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_clipping_by_value_equals_one_process(ranks: int) -> None:
-    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
-    found = run_ranks(lambda rank: train(rank, ranks, fsdp2(), **clip), ranks)
-    check_against(train(**clip), found)
-
-
-class Overflow(Callback):
-    """An inf in the gradient that one rank holds of one layer, in the second step."""
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
-            pl_module.model.blocks[1].mlp.down.weight.grad.to_local()[0, 0] = torch.inf
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("ranks", "arguments"),
-    [
-        (2, {}),
-        pytest.param(4, {"replicate_size": 2}, marks=pytest.mark.full),
-        (4, {"tensor_parallel_size": 2}),
-    ],
-    ids=["shards", "hybrid", "2-D"],
-)
-def test_an_overflow_on_one_rank_skips_on_all(ranks: int, arguments: dict[str, Any]) -> None:
-    """D02, D03: one shard of one rank; then all go on together."""
-    found = run_ranks(lambda rank: train(rank, ranks, fsdp2(**arguments), callbacks=[Overflow()]), ranks)
-    assert_same_on_ranks(found)
-    assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
-    assert all(torch.isfinite(value).all() for value in found[0]["weights"].values())
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("sync", ["window", pytest.param("micro_batch", marks=pytest.mark.full)])
 def test_gradients_are_reduced_once_per_window_or_micro_batch(sync: Any) -> None:
     """D37, D53: two blocks with their norms apart, and the rest: five reductions."""
@@ -129,26 +94,18 @@ def test_gradients_are_reduced_once_per_window_or_micro_batch(sync: Any) -> None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "precision", [*(pytest.param(name, marks=pytest.mark.full) for name in ("32-true", "bf16-true")), "master"]
-)
-def test_other_precisions_shard_as_well(precision: str) -> None:
+def test_lightnings_own_16_bit_precision_shards_as_well() -> None:
     def run(rank: int, devices: int) -> Any:
         module = Regression()
-        precisions: dict[str, Any] = {"precision": precision}
-        if precision == "master":
-            precisions = {"plugins": [MasterWeightsPrecision("bf16-true", policy={"class:LayerNorm": "fp32"})]}
-            module.net[1] = nn.LayerNorm(16)
         strategy = fsdp2(nn.Linear) if devices > 1 else "auto"
-        trainer = quiet_trainer(devices=devices, strategy=strategy, gradient_clip_val=None, **precisions)
         # both ranks see the same rows, so that 16-bit sums have the same rounding
-        trainer.fit(module, loader(regression_batches(3)))
+        fit(module, regression_batches(3), devices=devices, strategy=strategy, precision="bf16-true")
         return {name: value.float() for name, value in full_weights(module).items()}
 
     alone = run(0, 1)
     for found in run_ranks(lambda rank: run(rank, 2), 2):
         for name, value in alone.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-2 if precision != "32-true" else 1e-5, atol=1e-5)
+            torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-5)
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------
@@ -342,24 +299,6 @@ def test_parameters_that_nothing_gathers_in_manual_optimization_are_refused() ->
     run_ranks(run, 2)
 
 
-class Validated(Regression):
-    """The last layer is in no unit but the model itself, and gathered for the whole step."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.net(batch[0])
-        self.gathered = not isinstance(self.net[2].weight, DTensor)
-
-
-def test_nothing_stays_gathered_after_evaluation() -> None:
-    def run(rank: int) -> Any:
-        module = Validated()
-        trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), plugins=[fp16()])
-        trainer.validate(module, loader(regression_batches(1)), verbose=False)
-        return module.gathered, {type(parameter) for parameter in module.parameters()}
-
-    assert run_ranks(run, 2) == [(True, {DTensor})] * 2
-
-
 # -- names and refusals ------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +353,9 @@ trainer:
 class Evaluated(Regression):
     """The last layer is in no unit but the model itself, and gathered for the whole step."""
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.test_step(batch, batch_idx)
+
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.net(batch[0])
         self.gathered = not isinstance(self.net[2].weight, DTensor)
@@ -423,15 +365,13 @@ class Evaluated(Regression):
         return batch[1]
 
 
-@pytest.mark.parametrize("loop", ["test", "predict"])
-def test_nothing_stays_gathered_after_testing_and_prediction(loop: str) -> None:
+@pytest.mark.parametrize("loop", ["validate", "test", "predict"])
+def test_nothing_stays_gathered_after_evaluation(loop: str) -> None:
     def run(rank: int) -> Any:
         module = Evaluated()
         trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), plugins=[fp16()])
-        if loop == "test":
-            trainer.test(module, loader(regression_batches(1)), verbose=False)
-        else:
-            trainer.predict(module, loader(regression_batches(1)), return_predictions=False)
+        arguments = {"return_predictions": False} if loop == "predict" else {"verbose": False}
+        getattr(trainer, loop)(module, loader(regression_batches(1)), **arguments)
         return module.gathered, {type(parameter) for parameter in module.parameters()}
 
     assert run_ranks(run, 2) == [(True, {DTensor})] * 2

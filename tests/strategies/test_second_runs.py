@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from pipelined_models import PipelinedGPT
 from small_models import loader, quiet_trainer
 
-from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision
+from lightning_mp import Float8Precision, LossScaler, MasterWeightsPrecision
 from lightning_mp.language_model import LanguageModel
 from lightning_mp.strategies import PipelineParallelStrategy
 
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 
 PLUGINS: dict[str, Callable[[], Precision]] = {
     "no plugin": Precision,
-    "bf16": lambda: AutocastPrecision("bf16-mixed"),
     "fp16": fp16,
-    "bf16 masters": lambda: MasterWeightsPrecision("bf16-true"),
     "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
     "fp16 masters": lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=1024.0)),
     "fp8": lambda: Float8Precision(emulate=True),

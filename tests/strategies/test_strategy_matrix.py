@@ -1,7 +1,5 @@
 """Strategy x precision x clipping x accumulation against one process, with overflows on one rank in every run.
 
-D02, D03, D04, D05, D14, D16, D17, D19, D20, D21: what goes wrong there with stock parts would show in these cells.
-
 Of the runs that are made, every other one is trained: clipping sees the gradient of a whole window, after the last of
 its micro-batches, so how many there were cannot matter to it under one strategy and precision only. Any three of the
 four still occur together, and all four in every family of strategies. Layouts of 4 processes combine what layouts
@@ -254,6 +252,7 @@ def test_a_static_graph_takes_windows_of_several_micro_batches_from_the_second_s
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_cell(strategy: str) -> None:
+    """D02, D03, D04, D05, D14, D16, D17, D19, D20, D21: what goes wrong with stock parts would show in these cells."""
     assert list(results(strategy)) == [(strategy, cell) for cell in chosen(strategy)]
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import loader, quiet_trainer
 from strategy_rows import STRATEGIES, ParallelNet
-from strategy_runs import WIDTH, Cell, Net, Outcomes, regression_batches, train
+from strategy_runs import WIDTH, Net, Outcomes, regression_batches
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -220,15 +220,6 @@ def test_a_missing_loss_under_fsdp1() -> None:
         return module.run.stepped, module.run.scales, all(torch.isfinite(w).all() for w in module.run.weights)
 
     assert run_ranks(fit, 1) == [([True] * 4, [64.0] * 4, True)]
-
-
-@pytest.mark.full
-def test_fused_steps_under_fsdp1_after_clipping() -> None:
-    """D04, D05: ShardedGradScaler's flag has the wrong shape for a fused step that comes after unscaling."""
-    cell = Cell("16-mixed", "norm", 3)
-    for run in run_ranks(lambda rank: train(cell, STRATEGIES["FSDP1, full shard"], rank), 2):
-        assert run.stepped == [True, False, True, True, False, True]
-        assert run.scales == [1024.0, 1024.0, 512.0, 512.0, 1024.0, 512.0]
 
 
 @pytest.mark.parametrize("policy", [None, {"up": "fp32"}], ids=["no policy", "policy"])
