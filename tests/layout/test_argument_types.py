@@ -19,19 +19,6 @@ from lightning_mp.tokens.loss_weighting import CountFunction
 pytestmark = pytest.mark.filterwarnings("ignore:ChinchillaBudget. LambdaLR.num_training_steps=100. plans many more")
 
 
-class Lbfgs(TokenModel):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters(), max_iter=2)
-
-
-@pytest.mark.parametrize("callback", [AccumulationScheduler({0: 2}), ChinchillaBudget(tokens=20)])
-def test_lbfgs_is_refused_in_words(callback: Callback) -> None:
-    module = Lbfgs()
-    with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS.*Use another optimizer"):
-        fit(module, token_batches([7] * 6), callback)
-    assert module.trained_tokens == 0
-
-
 @pytest.mark.parametrize("rival", [GradientAccumulationScheduler({0: 2}), StochasticWeightAveraging(1e-2)])
 def test_the_budget_refuses_what_sets_accumulation_itself(rival: Callback) -> None:
     trainer = quiet_trainer(callbacks=[rival, ChinchillaBudget(tokens=42)], max_epochs=4)

@@ -4,20 +4,11 @@ import os
 import re
 import signal
 import time
-import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from gloo import RankError, run_ranks, run_same_ranks
-from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.plugins.environments import LightningEnvironment
-
-
-@dataclass
-class Known:
-    rank: int
 
 
 def is_alive(pid):
@@ -43,58 +34,6 @@ def write_pid(path):
     """In one piece, so that who waits for the file never reads half of it."""
     path.with_suffix(".new").write_text(str(os.getpid()))
     path.with_suffix(".new").rename(path)
-
-
-def test_ranks_find_what_the_test_has_set(tmp_path, monkeypatch):
-    monkeypatch.setenv("SET_BY_THE_TEST", "1")
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "written_by_the_test.py").write_text("NAME = __name__\n")
-    torch.manual_seed(7)
-    with torch.random.fork_rng(devices=[]):
-        numbers = torch.rand(3)
-
-    def look_around(rank):
-        import written_by_the_test
-
-        with pytest.raises(UserWarning, match="an error here too"):
-            warnings.warn("an error here too", stacklevel=1)
-        return os.environ["SET_BY_THE_TEST"], os.getcwd(), written_by_the_test.NAME, torch.rand(3), Known(rank)
-
-    for rank, found in enumerate(run_ranks(look_around, 2)):
-        assert found[:3] == ("1", str(tmp_path), "written_by_the_test")
-        assert torch.equal(found[3], numbers)
-        assert found[4] == Known(rank), "a class of this file is the same on both sides"
-
-
-def test_ranks_compute_where_the_test_process_could_not_be_forked():
-    """A backward or a graph in the test process starts threads, which a fork of it would lack."""
-
-    def train(rank):
-        weight = torch.ones(3, requires_grad=True)
-        (2 * weight).sum().backward()
-        return weight.grad
-
-    assert torch.equal(train(0), torch.full((3,), 2.0))
-    assert all(torch.equal(found, torch.full((3,), 2.0)) for found in run_ranks(train, 2))
-    assert run_ranks(lambda rank: os.getppid(), 2) != [os.getpid()] * 2
-
-
-def test_lightning_takes_the_ranks_for_launched_ones():
-    def look_around(rank):
-        environment = LightningEnvironment()
-        return (
-            environment.creates_processes_externally,
-            environment.local_rank(),
-            environment.node_rank(),
-            environment.main_address,
-            environment.main_port,
-            rank_zero_only.rank,
-        )
-
-    first, second = run_ranks(look_around, 2)
-    assert first == (True, 0, 0, "127.0.0.1", first[4], 0)
-    assert second == (True, 1, 0, "127.0.0.1", first[4], 1)
-    assert "LOCAL_RANK" not in os.environ
 
 
 def test_an_exception_names_its_rank_and_line():

@@ -172,11 +172,6 @@ def test_a_second_fit_and_a_validation_work_with_the_same_plugin(capsys):
 # -- refusals, evaluation, strategies ------------------------------------------------------------------------------
 
 
-def test_a_rule_that_matches_nothing_stops_the_run_at_set_up():
-    with pytest.raises(ValueError, match=r"Rule 1 of the policy, 'haed': fp32, matches none.*Near misses: head"):
-        train({"haed": "fp32"})
-
-
 def test_fp16_in_a_bf16_run_is_refused():
     with pytest.raises(
         MisconfigurationException, match=r"rules set fp16 \('head': fp16\).*AutocastPrecision\('16-mixed'\)"

@@ -1,13 +1,11 @@
 """Policies under Float8Precision: a loop by hand with explicit casts, which layers stay out of fp8, and the ends."""
 
-import copy
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from gloo import FLOAT8, run_ranks
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, ByHand, dtypes_of_operations, failing, nothing_is_left
@@ -226,19 +224,6 @@ def test_compiled_training_equals_eager_training_in_one_graph(recipe: str) -> No
             module.compile(backend="aot_eager", fullgraph=True)
         ends.append(train(module, plugin(recipe=recipe)))
     assert equal(*ends)
-
-
-def test_a_copy_made_in_training_has_its_own_weights() -> None:
-    class Copying(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            self.copy = copy.deepcopy(pl_module)
-
-    copying = Copying()
-    module = train(callbacks=[copying])
-    assert equal(copying.copy, module)
-    assert copying.copy.down.forward.args[0].__self__ is copying.copy.down
-    nn.init.zeros_(module.down.weight)
-    assert copying.copy.down(torch.randn(16, WIDTH)).abs().sum() > 0
 
 
 def test_ddp_equals_one_process() -> None:

@@ -1,6 +1,5 @@
 """Policies under MasterWeightsPrecision: a loop by hand with explicit casts, and what master weights promise."""
 
-import copy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -251,22 +250,6 @@ def test_compiled_training_equals_eager_training_in_one_graph() -> None:
         ends.append(weights(train(module=module, data=batches(4))))
     assert len(graphs) == 1, "one graph for all steps"
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-def test_a_copy_made_in_training_has_its_own_weights_and_is_plain_afterwards() -> None:
-    class Copying(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            self.copy = copy.deepcopy(pl_module)
-
-    copying = Copying()
-    module = train(callbacks=[copying])
-    assert all(torch.equal(a, b) for a, b in zip(weights(copying.copy), weights(module), strict=True))
-    assert copying.copy.head.forward.args[0].__self__ is copying.copy.head
-    nn.init.zeros_(module.head.weight)
-    x = torch.randn(2, WIDTH)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert copying.copy.head(x).dtype == torch.bfloat16, "the copy still follows a policy that is over"
-    assert copying.copy.head(x).abs().sum() > 0
 
 
 def test_ddp_equals_one_process() -> None:

@@ -384,13 +384,6 @@ def test_without_autocast_the_input_keeps_its_dtype():
 # -- options and devices -----------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_recipe_is_told_the_known_ones():
-    with pytest.raises(
-        ValueError, match=r"^recipe='columnwise' is unknown; it must be one of \('tensorwise', 'rowwise"
-    ):
-        float8_config("columnwise")
-
-
 def test_without_torchao_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
     with pytest.raises(ModuleNotFoundError, match="fp8 needs torchao, which is not installed: pip install torchao"):

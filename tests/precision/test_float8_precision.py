@@ -314,15 +314,6 @@ def test_what_the_refusal_of_nothing_offers_works():
     assert module.classes == [["Float8Linear", "Linear", "Linear", "Linear"]]
 
 
-def test_an_entry_of_skip_without_a_layer_is_refused():
-    refused(
-        "skip='head' matches no nn.Linear, and no module that contains one. The Linear layers of Net are: net.0, net.2,"
-        " net.4, net.5.",
-        Float8Precision(skip=["net.2", "head"]),
-        ValueError,
-    )
-
-
 def test_a_device_that_cannot_is_refused(monkeypatch):
     monkeypatch.setattr(float8, "why_no_float8_on", lambda *_, **__: "it has no fp8 units. Do this.")
     refused(
@@ -340,7 +331,7 @@ def test_a_device_whose_product_fails_is_refused_before_anything_happens(monkeyp
 
 
 def test_an_unknown_recipe_is_refused_at_once():
-    with pytest.raises(ValueError, match="recipe='row' is unknown"):
+    with pytest.raises(ValueError, match=r"recipe='row' is unknown; it must be one of \('tensorwise', 'rowwise', 'row"):
         Float8Precision("row")
 
 

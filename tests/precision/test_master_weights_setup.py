@@ -134,21 +134,6 @@ def test_a_sharded_batch_norm_is_refused() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_an_optimizer_that_keeps_its_own_parameters_is_refused_at_its_first_step() -> None:
-    class Keeps(torch.optim.SGD):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, lr=1e-2)
-            self.mine = list(self.param_groups[0]["params"])
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for p in self.mine:
-                p.sub_(p.grad, alpha=1e-2)
-
-    with pytest.raises(RuntimeError, match="cannot be used with Keeps, which changed 4 16-bit weights"):
-        fit(Regression(Keeps), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true"))
-
-
 def test_under_fabric_it_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match="is a plugin for lightning.pytorch.Trainer"):
         MasterWeightsPrecision("bf16-true").convert_module(nn.Linear(1, 1))

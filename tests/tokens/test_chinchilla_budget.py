@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import TokenModel, adamw, fused_adamw, loader, quiet_trainer, token_batches, weights
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
@@ -223,19 +222,6 @@ def test_ending_before_the_budget_is_said() -> None:
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_budget_smaller_than_one_batch_is_refused() -> None:
-    module = TokenModel()
-    with pytest.raises(MisconfigurationException, match="budget of 5 tokens is smaller than one micro-batch, .* 6"):
-        spend(ChinchillaBudget(tokens=5), module)
-    assert module.trained_tokens == 0
-
-
-def test_batches_that_cannot_be_trimmed_are_refused() -> None:
-    batches = [(x, y) for x, y in token_batches([8] * 4)]
-    with pytest.raises(MisconfigurationException, match="type 'tuple' has no labels that can be replaced.*'floor'"):
-        quiet_trainer(callbacks=[ChinchillaBudget(tokens=20)], max_epochs=-1).fit(TokenModel(), loader(batches))
 
 
 @pytest.mark.parametrize(
