@@ -27,46 +27,30 @@ SEAMS = ast.parse(Path(private_api.__file__).read_text())
 LOOP_SEAMS = ast.parse(Path(private_loop_api.__file__).read_text())
 SHARDING_SEAMS = ast.parse(Path(private_sharding_api.__file__).read_text())
 
-# No class has them as attributes, so the list cannot; `test_grad_scaler_keeps_its_state...` guards them.
 MADE_BY_INIT = {"_per_optimizer_states"}
-# The same; tests/accumulation/test_carry_over_epochs.py and tests/resume/test_resumable_progress.py guard them.
-MADE_BY_A_LOOP = {
-    "_batches_that_stepped",
-    "_combined_loader",
-    "_combined_loader_states_to_load",
-    "_data_fetcher",
+#: No class has them as attributes, so the list cannot; other tests guard them.
+GUARDED_ELSEWHERE = {
+    # below, by test_grad_scaler_keeps_its_state_where_a_subclass_finds_it
+    *MADE_BY_INIT,
+    # accumulation/test_carry_over_epochs.py, resume/test_resumable_progress.py
+    *("_batches_that_stepped", "_combined_loader", "_combined_loader_states_to_load", "_data_fetcher"),
     "_skip_next_val",
-}
-# The same; tests/flops/test_whole_parameters.py guards them.
-MADE_BY_FSDP1 = {"_handle", "_params", "_shapes", "_param_infos", "_shared_param_infos"}
-# The same; tests/policy/test_policy_sharding.py, tests/strategies/test_fsdp2_strategy.py, test_fsdp2_resting_layers.py
-# and test_agreed_units.py guard them.
-MADE_BY_SHARDING = {
-    "_mp_policy",
-    "_data_parallel_size",
-    "_tensor_parallel_size",
-    "_device_mesh",
-    "_all_gather_comm",
-    "_fsdp_param_group",
-    "_init_mp_dtypes",
-    "_orig_dtype",
-}
-# The same; tests/planning/test_communication.py and tests/distributed/test_buffer_broadcast.py guard them.
-MADE_BY_MODULES = {"_forward_pre_hooks", "_forward_hooks", "_non_persistent_buffers_set"}
-# The same; tests/strategies/test_fsdp2_strategy.py guards it.
-MADE_BY_THE_TRAINER = {"_layer_sync", "_val_check_time_interval"}
-# The same; tests/preflight_checks/test_preflight_facts.py and test_preflight_report.py guard them.
-MADE_FROM_SETTINGS = {"_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"}
-# The same; tests/precision/test_master_weights_checkpoints.py and test_master_weights_setup.py guard them.
-MADE_BY_CALLBACKS = {"_average_model", "_use_lottery_ticket_hypothesis"}
-# The same; tests/resume/test_exact_resume.py guards them.
-MADE_BY_LOADERS_AND_METRICS = {
-    "_num_yielded",
-    "_forward_cache",
-    "_computed",
-    "_update_count",
-    "_logger_connector",
-    "_first_loop_iter",
+    # flops/test_whole_parameters.py
+    *("_handle", "_params", "_shapes", "_param_infos", "_shared_param_infos"),
+    # policy/test_policy_sharding.py, strategies/test_fsdp2_strategy.py, test_fsdp2_resting_layers.py,
+    # gradients/test_agreed_units.py
+    *("_mp_policy", "_data_parallel_size", "_tensor_parallel_size", "_device_mesh", "_all_gather_comm"),
+    *("_fsdp_param_group", "_init_mp_dtypes", "_orig_dtype"),
+    # planning/test_communication.py, distributed/test_buffer_broadcast.py
+    *("_forward_pre_hooks", "_forward_hooks", "_non_persistent_buffers_set"),
+    # strategies/test_fsdp2_strategy.py
+    *("_layer_sync", "_val_check_time_interval"),
+    # preflight_checks/test_preflight_facts.py, test_preflight_report.py
+    *("_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"),
+    # precision/test_master_weights_checkpoints.py, test_master_weights_setup.py
+    *("_average_model", "_use_lottery_ticket_hypothesis"),
+    # resume/test_exact_resume.py
+    *("_num_yielded", "_forward_cache", "_computed", "_update_count", "_logger_connector", "_first_loop_iter"),
     "_callback_metrics",
 }
 
@@ -101,18 +85,7 @@ def test_every_private_name_that_the_seams_touch_is_listed():
         for alias in node.names
     }
     private = {name for name in attributes | imported if name.startswith("_") and not name.startswith("__")}
-    guarded_elsewhere = set().union(
-        MADE_BY_INIT,
-        MADE_BY_A_LOOP,
-        MADE_BY_SHARDING,
-        MADE_BY_FSDP1,
-        MADE_BY_MODULES,
-        MADE_BY_THE_TRAINER,
-        MADE_FROM_SETTINGS,
-        MADE_BY_CALLBACKS,
-        MADE_BY_LOADERS_AND_METRICS,
-    )
-    assert private - guarded_elsewhere - {name for _, name, _ in private_api.PRIVATE_NAMES} == set()
+    assert private - GUARDED_ELSEWHERE - {name for _, name, _ in private_api.PRIVATE_NAMES} == set()
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
