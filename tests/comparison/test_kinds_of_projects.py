@@ -4,6 +4,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from compared_models import TinyClassifier, pictures
+from small_models import StepsByHand
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -43,18 +44,8 @@ class Lazy(TinyClassifier):
         self.head = nn.LazyLinear(2)
 
 
-class Manual(TinyClassifier):
-    """Steps its optimizer itself, and returns nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(StepsByHand, TinyClassifier):
+    pass
 
 
 class GAN(pl.LightningModule):

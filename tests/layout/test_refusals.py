@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulation
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from refusing import refused, tokens, trains
-from small_models import ResumableLoader, TokenModel, fit, loader, quiet_trainer
+from small_models import ResumableLoader, StepsByHand, TokenModel, fit, loader, quiet_trainer
 
 from lightning_mp import (
     AccumulationScheduler,
@@ -36,16 +36,8 @@ class Lbfgs(TokenModel):
         return torch.optim.LBFGS(self.parameters(), max_iter=2)
 
 
-class Manual(TokenModel):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(StepsByHand, TokenModel):
+    pass
 
 
 # -- the plugin --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,18 @@ from gradient_counter import CountGradientTraffic
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import (
+    Regression,
+    StepsByHand,
+    adamw,
+    fit,
+    fused_adamw,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    sgd,
+    weights,
+)
 from torch.optim import lr_scheduler
 
 from lightning_mp import OverflowMonitor
@@ -128,17 +139,8 @@ def test_ranks_skip_together_when_one_overflows(optimizer: Any) -> None:
 
 
 def test_manual_optimization_is_guarded_too() -> None:
-    class Manual(Regression):
-        def __init__(self, **arguments: Any) -> None:
-            super().__init__(**arguments)
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-            loss = super().training_step(batch, batch_idx)
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+    class Manual(StepsByHand, Regression):
+        pass
 
     module = Manual(overflows=(1,))
     monitor = OverflowMonitor(guard=True)

@@ -12,7 +12,17 @@ import small_models
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import (
+    Regression,
+    StepsByHand,
+    adamw,
+    fused_adamw,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    sgd,
+    weights,
+)
 from torch.optim import lr_scheduler
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor, OverflowPostMortem
@@ -460,16 +470,10 @@ def test_a_group_that_is_added_before_the_outcome_is_known_keeps_its_settings(pl
 def test_a_teardown_that_raises_takes_everything_away(tmp_path: Path) -> None:
     """The end of a run updates the scale of its last batch, which may find that it has been at its floor too long."""
 
-    class Manual(Regression):
-        automatic_optimization = False
+    class Manual(StepsByHand, Regression):
+        pass
 
-        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx) * torch.inf)
-            optimizer.step()
-
-    module, averaging = Manual(fused_adamw), WeightAveraging()
+    module, averaging = Manual(fused_adamw, overflows=range(30)), WeightAveraging()
     forwards = {name: "forward" in vars(part) for name, part in module.named_modules()}
     policy = {"net.0": "fp32", "*": "low"}
     precision = AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=2.0, min_scale=2.0), policy=policy)

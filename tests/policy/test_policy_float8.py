@@ -8,8 +8,8 @@ import torch
 from gloo import FLOAT8, run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from policy_models import LOW, ByHand, dtypes_of_operations, failing, nothing_is_left
-from small_models import adamw, fit, loader, weights
+from policy_models import LOW, dtypes_of_operations, failing, nothing_is_left
+from small_models import StepsByHand, adamw, fit, loader, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -63,7 +63,7 @@ class Net(pl.LightningModule):
         return adamw(self.parameters())
 
 
-class Manual(ByHand, Net):
+class Manual(StepsByHand, Net):
     pass
 
 

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import DTYPES, KINDS, CountCasts, master_weights, scale_of, write_back
-from policy_models import CLASSES, RULES, WIDTH, ByHand, Classifier, batches, failing, nothing_is_left
-from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
+from policy_models import CLASSES, RULES, WIDTH, Classifier, batches, failing, nothing_is_left
+from small_models import Regression, StepsByHand, adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,7 +31,7 @@ class Trained(Classifier):
         return adamw(self.parameters())
 
 
-class Manual(ByHand, Trained):
+class Manual(StepsByHand, Trained):
     pass
 
 

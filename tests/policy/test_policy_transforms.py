@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from policy_models import LOW, RULES, WIDTH, ByHand, Classifier, batches, step_under, train
-from small_models import weights
+from policy_models import LOW, RULES, WIDTH, Classifier, batches, step_under, train
+from small_models import StepsByHand, weights
 from torch import Tensor, nn
 
 from lightning_mp import PrecisionPolicy
@@ -104,7 +104,7 @@ def test_a_checkpoint_computes_again_what_it_computed(reentrant: bool):
         assert torch.equal(ours, expected)
 
 
-class Manual(ByHand, Classifier):
+class Manual(StepsByHand, Classifier):
     pass
 
 

@@ -11,7 +11,7 @@ from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import KINDS, OPTIMIZERS, master_weights, masters_of
-from small_models import Regression, fit, loader, quiet_trainer, regression_batches, weights
+from small_models import Regression, StepsByHand, fit, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor
 
 from lightning_mp import AutocastPrecision, LossScaler
@@ -33,16 +33,8 @@ class Kept(Anew):
     anew = False
 
 
-class Manual(Anew):
-    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
-        super().__init__(optimizer)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class Manual(StepsByHand, Anew):
+    pass
 
 
 SMALL: dict[str, Callable[..., torch.optim.Optimizer]] = {

@@ -75,20 +75,6 @@ class Evaluated(Classifier):
         self.step(batch)
 
 
-class ByHand(pl.LightningModule):
-    """Mixed in before a module with a ``step``: manual optimization of the same."""
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.step(batch))
-        optimizer.step()
-
-
 def batches(num_batches: int = 2) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [

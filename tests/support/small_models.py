@@ -64,6 +64,18 @@ class Regression(pl.LightningModule):
         }
 
 
+class StepsByHand(pl.LightningModule):
+    """Mixed in before another module: its steps in manual optimization, one in each batch."""
+
+    automatic_optimization = False  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 class TokenModel(pl.LightningModule):
     """An embedding and a head over a small vocabulary; mean cross-entropy that leaves label -100 out."""
 
