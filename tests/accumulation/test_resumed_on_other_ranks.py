@@ -320,8 +320,9 @@ def test_a_resumed_run_ends_as_one_that_did_not_stop(
 
 
 CHANGES = [
-    # one rank alone has no strategy, and is above
-    *((strategy, a, b) for strategy in ("ddp", "fsdp2") for a in (1, 2, 4) for b in (1, 2, 4) if a * b > 1),
+    # one rank alone has no strategy, and is above; nothing but the weights depends on the strategy
+    *(("ddp", a, b) for a in (1, 2, 4) for b in (1, 2, 4) if 1 < a * b < 16),
+    *(("fsdp2", a, b) for a, b in [(1, 2), (2, 1), (2, 4), (4, 2)]),
     *(("fsdp1", a, b) for a, b in [(2, 1), (1, 2)]),
 ]
 

@@ -24,15 +24,13 @@ PATIENCE_SECONDS = 600
 DEMO = ("lightning_mp.demo.run", "omegaconf", "torch.utils.tensorboard")
 
 PRECISIONS = {
-    "32-true": (),
     "tf32": (),
-    "bf16-mixed": (),
+    "32-true": (),
     "16-mixed": (),
-    "bf16-true": (),
+    "bf16-mixed": (),
     "bf16-true, remainder": ("--storage", "remainder"),
     "16-true": (),
     "fp8": (),
-    "fp8, tensorwise": ("--recipe", "tensorwise"),
 }
 
 #: Options, and the number of copies of the model on two devices.
@@ -63,8 +61,7 @@ def _refusal(precision: str, strategy: str) -> str | None:
 
 #: In nats, about four times the largest difference over all strategies on a CPU, and in fp8 twice, where three seeds
 #: were measured: 4.8e-7, 5.4e-5, 1.0e-3 and 5.2e-3. Ranks sum in another order, and one unit in the last place grows
-#: from step to step. That a "tensorwise" scale sees half of a batch on each of two ranks shows in the first step only:
-#: 4e-5 to 2e-4, where "rowwise" under DDP has none; at the end both are as far apart.
+#: from step to step.
 TOLERANCES = {"32": 2e-6, "16": 2e-4, "bf16": 4e-3, "fp8": 1e-2}
 
 
@@ -110,7 +107,7 @@ def _row(precision: str, text: str, out: str, rank: int) -> dict[str, tuple[int,
     """Exit code and error text of every second strategy."""
     results = {}
     for number, (strategy, (options, copies)) in enumerate(STRATEGIES.items(), list(PRECISIONS).index(precision)):
-        if number % 2:
+        if number % 2 == 0:
             continue
         batch = ("--devices", "2", "--batch-size", str(SEQUENCES // copies))
         results[strategy] = _demo(*_options(precision), *options, *batch, "--text", text, "--out", f"{out}/{strategy}")
@@ -214,8 +211,8 @@ def _second_half(out: str, wanted: int, rank: int) -> dict[str, tuple[int, str]]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true, remainder"])
-def test_a_run_goes_on_on_other_devices_and_strategies(precision, text, single, tmp_path):
+def test_a_run_goes_on_on_other_devices_and_strategies(text, single, tmp_path):
+    precision = "bf16-true, remainder"
     _, _, reference = single(precision)
     for devices in (1, 2):
         first_half = partial(_first_half, precision, text, str(tmp_path), devices)

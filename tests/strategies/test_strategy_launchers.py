@@ -1,7 +1,8 @@
-"""Every way to start ranks: a script as users write it, an overflow on one of two, and nothing left behind.
+"""Every way in which Lightning starts ranks: a script as users write it, an overflow on one of two, nothing is left.
 
 To start Python is what takes long, so a script fits several times, once for each strategy that can be started in its
-way, and each of these runs is looked at by a test of its own.
+way, and each of these runs is looked at by a test of its own. Under torchrun scripts run in test_faults_launchers.py
+and test_many_nodes.py.
 """
 
 import json
@@ -32,7 +33,6 @@ from torch.utils.data import DataLoader
 
 from lightning_mp import AutocastPrecision, LossScaler, PipelineParallelStrategy
 from lightning_mp.pipelining import pipelined_loss
-from lightning_mp.strategies import ReducedPrecisionDDPStrategy
 
 
 class Recorded(pl.LightningModule):
@@ -79,7 +79,6 @@ class Pipelined(Recorded):
 
 
 STRATEGIES = {
-    "reduced_spawn": lambda: ReducedPrecisionDDPStrategy("bf16", start_method="spawn"),
     "pipeline_spawn": lambda: PipelineParallelStrategy(start_method="spawn"),
     "pipeline_fork": lambda: PipelineParallelStrategy(start_method="fork"),
     "alone": lambda: "ddp",  # on one device, which draws samples as several do
@@ -105,17 +104,12 @@ if __name__ == "__main__":
 """
 
 # Forks come first: a process that has computed is not forked.
-SCRIPTED = ("ddp", "mp_ddp_bf16_reduce", "mp_pipeline")
-MULTIPROCESSING = ("ddp_fork", "pipeline_fork", "reduced_spawn", "pipeline_spawn", "alone")
-LAUNCHES: dict[str, tuple[list[str], tuple[str, ...]]] = {
-    "subprocess": ([], SCRIPTED),
-    "torchrun": (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], SCRIPTED),
-    "multiprocessing": ([], MULTIPROCESSING),
+LAUNCHES = {
+    "subprocess": ("ddp", "mp_ddp_bf16_reduce", "mp_pipeline"),
+    "multiprocessing": ("ddp_fork", "pipeline_fork", "pipeline_spawn", "alone"),
 }
-PIPELINED = [(name, run) for name, (_, runs) in LAUNCHES.items() for run in runs if "pipeline" in run]
-REPLICATED = [
-    (name, run) for name, (_, runs) in LAUNCHES.items() for run in runs if "pipeline" not in run and run != "alone"
-]
+PIPELINED = [(name, run) for name, runs in LAUNCHES.items() for run in runs if "pipeline" in run]
+REPLICATED = [(name, run) for name, runs in LAUNCHES.items() for run in runs if "ddp" in run]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +119,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def start(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        launch(folder, *LAUNCHES[name])
+        launch(folder, LAUNCHES[name])
         return folder
 
     def results(name: str, run: str) -> list[Any]:
@@ -134,11 +128,11 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return results
 
 
-def launch(folder: Path, launcher: list[str], runs: tuple[str, ...]) -> None:
+def launch(folder: Path, runs: tuple[str, ...]) -> None:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, *launcher, str(script), *runs],
+        [sys.executable, str(script), *runs],
         cwd=folder,
         env=plain_environment(),
         stdout=subprocess.PIPE,
