@@ -84,7 +84,7 @@ def test_the_command_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(bench_cost.torch, "set_num_threads", lambda count: None)
     page = tmp_path / "deep" / "cost.md"
-    assert bench_cost.main(["--toy", "--repeats", "2", "--segment-seconds", "0.02", "--out", str(page)]) == 0
+    assert bench_cost.main(["--toy", "--repeats", "1", "--segment-seconds", "0.02", "--out", str(page)]) == 0
     text = page.read_text()
     assert "**Toy size: times say nothing about any machine.**" in text
     assert [line for line in text.splitlines() if line.startswith("## ")] == [

@@ -44,7 +44,11 @@ pytestmark = [
 ]
 
 
-CASES = [(loader, save) for loader in LOADERS for save in ("each step", "on an exception")]
+EACH_STEP_OR_THE_LAST = ("each step", "on an exception")
+WORKERS = [loader for loader in LOADERS if "workers" in loader]
+CASES = [(loader, save) for loader in LOADERS if loader not in WORKERS for save in EACH_STEP_OR_THE_LAST]
+# to start workers takes long: in turn
+CASES += [(loader, EACH_STEP_OR_THE_LAST[number % 2]) for number, loader in enumerate(WORKERS)]
 CASES += [(loader, save) for loader in ("shuffle", "no length") for save in ("each validation", "each epoch")]
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from wire_counter import CountsTheStep
 
-from lightning_mp import AccumulationScheduler, ActivationCheckpointing, AutocastPrecision
+from lightning_mp import AccumulationScheduler, ActivationCheckpointing
 from lightning_mp.tensor_parallel import dtensor_edges
 from lightning_mp.tensor_parallel.plan import resolve_plan
 from lightning_mp.tensor_parallel.sequence_parallel import (
@@ -31,10 +31,6 @@ from lightning_mp.tensor_parallel.sequence_parallel import (
 
 SEQUENCE: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto_sequence"}
 NORM = "model.blocks.0.mlp_norm.weight"
-
-
-def bf16() -> AutocastPrecision:
-    return AutocastPrecision("bf16-mixed")
 
 
 class Tokens(Callback):
@@ -60,11 +56,10 @@ class Tokens(Callback):
     [
         (2, Precision, {}),
         pytest.param(2, fp16, {"gradient_clip_val": 0.5}, marks=pytest.mark.full),
-        pytest.param(2, bf16, {"gradient_clip_val": 0.5}, marks=pytest.mark.full),
         pytest.param(4, fp16, {"gradient_clip_val": 0.5}, marks=pytest.mark.full),
         pytest.param(4, Precision, {}, marks=pytest.mark.full),
     ],
-    ids=["fp32", "16-mixed", "bf16-mixed", "2-D, 16-mixed", "2-D, fp32"],
+    ids=["fp32", "16-mixed", "2-D, 16-mixed", "2-D, fp32"],
 )
 def test_it_equals_one_process(ranks: int, plugin: Any, arguments: dict[str, Any]) -> None:
     """Norms' gradients are whole before they are unscaled, counted in the norm and clipped."""
@@ -79,7 +74,7 @@ def test_it_equals_one_process(ranks: int, plugin: Any, arguments: dict[str, Any
     alone = train(plugin=plugin(), **arguments)
     found = run_ranks(run, ranks)
     assert_same_on_ranks(found)
-    assert_same(found[0], alone, atol=2e-6 if plugin is Precision else 2e-3 if plugin is bf16 else 3e-4)
+    assert_same(found[0], alone, atol=2e-6 if plugin is Precision else 3e-4)
     assert found[0]["dtypes"][0] == torch.float32
     assert found[0]["seen"] == {
         "norm, training": {4},  # of 8
@@ -92,8 +87,7 @@ def test_it_equals_one_process(ranks: int, plugin: Any, arguments: dict[str, Any
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_hugging_face_models_equal_one_process(ranks: int) -> None:
+def test_hugging_face_models_equal_one_process() -> None:
     cases = list(product(("llama", "gpt2"), (fp16, Precision)))
 
     def run(kind: str, plugin: Any, devices: int) -> Any:
@@ -109,7 +103,7 @@ def test_hugging_face_models_equal_one_process(ranks: int) -> None:
         trainer.fit(module, loader([[rows] for rows in ids]))
         return full_weights(module)
 
-    found = run_ranks(lambda rank: [run(*case, ranks) for case in cases], ranks, timeout_seconds=110)
+    found = run_ranks(lambda rank: [run(*case, 4) for case in cases], 4, timeout_seconds=110)
     for (kind, plugin), of_ranks in zip(cases, zip(*found, strict=True), strict=True):
         alone = run(kind, plugin, 1)
         for weights, (name, value) in product(of_ranks, alone.items()):
@@ -151,15 +145,12 @@ def test_an_older_torch_gives_the_same() -> None:
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks there
-@pytest.mark.parametrize("plan", [pytest.param("auto", marks=pytest.mark.full), "auto_sequence"])
-@pytest.mark.full
-def test_compiled_blocks_equal_one_process(plan: str) -> None:
+def test_compiled_blocks_equal_one_process() -> None:
     def run(rank: int) -> Any:
         module = model()
         for block in module.model.blocks:
             block.compile(backend="aot_eager")
-        strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan)
-        return train(rank, 2, strategy, module=module, steps=2, plugin=Precision(), num_sanity_val_steps=0)
+        return train(rank, 2, fsdp2(**SEQUENCE), module=module, steps=2, plugin=Precision(), num_sanity_val_steps=0)
 
     found = run_ranks(run, 2, imports=COMPILER)
     assert_same_on_ranks(found)
