@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from gloo import FLOAT8, run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from memory_models import MODELS, Project, measure, measure_on_rank
-from processor import NO_16_BIT_LSTM, has_16_bit_lstm
 
 from lightning_mp import (
     AutocastPrecision,
@@ -33,7 +31,6 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "32-true": lambda: None,
     "cached casts": lambda: AutocastPrecision("bf16-mixed", cache_weights=True),
 }
-IMPOSSIBLE = {("lstm", "16-mixed")}  # oneDNN has no training in fp16 on the CPU
 STRATEGIES: dict[str, Callable[[], Any]] = {"ddp": lambda: "ddp", "fsdp2": FSDP2Strategy}
 KEPT = ("weights", "buffers", "gradients", "masters", "optimizer states", "batch")
 KEPT_ON_RANKS = ("weights", "buffers", "gradients", "masters", "optimizer states")
@@ -60,8 +57,6 @@ class Compared:
 def compare_on_one_device(cell: Cell, plugins: dict[str, Callable[[], Any]] = PLUGINS) -> list[Compared]:
     """Each part that is kept, all that is alive at the end of the forward, what is saved for backward, and the peak."""
     model, plugin, optimizer = cell
-    if model == "lstm" and plugin.endswith("-mixed") and not has_16_bit_lstm():
-        pytest.skip(NO_16_BIT_LSTM)
     measured = measure(model, optimizer, plugins[plugin]())
     estimate = estimate_memory(
         Project(model, optimizer), MODELS[model][1](), precision=plugins[plugin]() or plugin, device_type="cpu"

@@ -156,11 +156,11 @@ class Recurrent(nn.Module):
 class Recurrence(nn.Module):
     """torch's own recurrent layers between a table and a head."""
 
-    def __init__(self, kind: type[nn.RNNBase], *, directions: int = 1, **options: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = kind(WIDTH, WIDTH, batch_first=True, bidirectional=directions == 2, **options)
-        self.head = nn.Sequential(nn.Linear(directions * WIDTH, WIDTH), *_head())
+        self.layers = nn.GRU(WIDTH, WIDTH, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), *_head())
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.head(self.layers(self.table(x))[0])
@@ -194,8 +194,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "experts": (Experts, _rows),
     "two inputs": (TwoInputs, lambda: {"left": _rows(), "right": _rows()}),
     "recurrent": (Recurrent, lambda: _floats(8, TOKENS, WIDTH)),
-    "lstm": (lambda: Recurrence(nn.LSTM, num_layers=2, directions=2), lambda: _IDS),
-    "gru": (lambda: Recurrence(nn.GRU), lambda: _IDS),
+    "gru": (Recurrence, lambda: _IDS),
 }
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {

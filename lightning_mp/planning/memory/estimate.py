@@ -151,8 +151,8 @@ def estimate_memory(
         Bytes by part over the step.
 
     Raises:
-        ValueError: an argument is unknown, the module is sharded, the step reads numbers of tensors, or the optimizer
-            cannot step fake tensors.
+        ValueError: an argument is unknown, the module is sharded or, for a CPU, has an ``nn.LSTM``, the step reads
+            numbers of tensors, or the optimizer cannot step fake tensors.
 
     Source:
         What is kept per parameter: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1.
@@ -169,7 +169,7 @@ def estimate_memory(
         789504 789504 1572864
     """
     row = find_precision(precision)
-    _check(module, strategy, ranks, units)
+    _check(module, strategy, ranks, units, device_type)
     rules = policy if policy is not None else getattr(precision, "policy", None)
     if rules is not None and not (row.autocast or row.master_bytes):
         raise ValueError(f"`policy` needs a precision that has one, got {row.name!r}. Use bf16-mixed, or leave it out.")
@@ -191,7 +191,7 @@ def estimate_memory(
     )
 
 
-def _check(module: nn.Module, strategy: str, ranks: int, units: object) -> None:
+def _check(module: nn.Module, strategy: str, ranks: int, units: object, device_type: str) -> None:
     if not isinstance(module, nn.Module):
         raise ValueError(f"`module` must be a torch.nn.Module, got {module!r}.")
     if strategy not in get_args(MemoryStrategy):
@@ -202,6 +202,11 @@ def _check(module: nn.Module, strategy: str, ranks: int, units: object) -> None:
         raise ValueError(f"`ranks` is {ranks} and `strategy` is 'single'. Pass strategy='ddp' or strategy='fsdp2'.")
     if units is not None and strategy != "fsdp2":
         raise ValueError(f"`units` belongs to strategy='fsdp2', got strategy={strategy!r}. Leave it out.")
+    if device_type == "cpu" and any(isinstance(part, nn.LSTM) for part in module.modules()):
+        raise ValueError(
+            "estimate_memory() does not know what oneDNN's LSTM keeps on a CPU. Measure a step there, or pass"
+            " device_type='cuda'."
+        )
     if any(isinstance(p, DTensor) or private_sharding_api.is_flat_shard(p) for p in module.parameters()):
         raise ValueError(
             "estimate_memory() was given a module with sharded parameters. Pass the whole module, strategy= and ranks=."

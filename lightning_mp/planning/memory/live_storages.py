@@ -1,14 +1,12 @@
 """Which storages are alive while operations run, how many bytes they have, and what each of them is for."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import ceil
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor, strided
 
 from lightning_mp.core.nested_tensors import tensors_in
@@ -66,9 +64,7 @@ class LiveStorages:
         """What is alive now."""
         return {part: self._bytes[part] for part in PARTS if self._bytes[part]}
 
-    def add(
-        self, part: Part | None, tensors: Iterable[Tensor], *, unless: tuple[Part, ...] = (), extra_bytes: int = 0
-    ) -> None:
+    def add(self, part: Part | None, tensors: Iterable[Tensor], *, unless: tuple[Part, ...] = ()) -> None:
         """Says what the storages of tensors are for."""
         for tensor in _with_storage(tensors):
             storage = tensor.untyped_storage()
@@ -81,7 +77,7 @@ class LiveStorages:
                 self._count(before, -size)
                 self._known[key] = reference, size, part
             else:
-                size = storage.nbytes() + extra_bytes
+                size = storage.nbytes()
                 self._known[key] = ref(storage, self._forget(key)), size, part
             self._count(part, size)
 
@@ -93,9 +89,8 @@ class LiveStorages:
                 continue
             sources = _with_storage(tensors_in(args))
             of_weight = is_cast and any(self._part_of(source) == "weights" for source in sources)
-            extra = workspace_bytes(operation, args) if not tensor.untyped_storage().nbytes() else 0
             part: Part = "weight casts" if of_weight and self.phase == "forward" else "temporaries"
-            self.add(part, [tensor], extra_bytes=extra)
+            self.add(part, [tensor])
         self.sample()
 
     def sample(self) -> None:
@@ -124,19 +119,3 @@ class LiveStorages:
 
 def _with_storage(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     return (tensor for tensor in tensors if tensor.layout == strided)
-
-
-def workspace_bytes(operation: Any, args: Sequence[Any]) -> int:
-    """What oneDNN's LSTM layer keeps for its backward, which its version for fake tensors leaves out; else 0.
-
-    Per step and row of the batch in fp32: gates (4 H), states and their gradients (5 H), and what comes in and its
-    gradients (6 max(I, H)), in whole cache lines of 64 bytes. In bf16 a part of it has 2 bytes. Fitted to torch 2.13; a
-    test compares.
-    """
-    if operation.overloadpacket.__name__ != "mkldnn_rnn_layer":
-        return 0
-    steps, rows, width = args[0].shape
-    line = 64 // args[0].element_size()
-    width, hidden = (ceil(size / line) * line for size in (width, args[10]))
-    of_hidden, of_input = (36, 24) if args[0].dtype == torch.float32 else (22, 20)
-    return int((steps + 1) * rows * (of_hidden * hidden + of_input * max(width, hidden) + 64))

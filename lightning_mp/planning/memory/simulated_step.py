@@ -165,17 +165,11 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(*left.shape[:-1], right.shape[-1], dtype=dtype, device=left.device)
 
 
-class StandInKernels(TorchFunctionMode):
-    """While this is entered, an LSTM and grouped products run on fake tensors as they do on real ones.
+class GroupedProducts(TorchFunctionMode):
+    """While this is entered, grouped products of fake tensors work in every format.
 
-    torch takes oneDNN's LSTM on the CPU for every input, and for fake ones only where the input needs no gradient.
-    Grouped products of fake tensors are refused in other formats than bf16 (torch 2.13; not reported). For a GPU an
-    LSTM is taken step by step; what cuDNN keeps was not measured.
+    torch refuses other formats than bf16 for them (torch 2.13; not reported).
     """
-
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
-        self._on_cpu = device_type == "cpu"
 
     def __torch_function__(
         self,
@@ -185,41 +179,10 @@ class StandInKernels(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "lstm" and not isinstance(args[1], Tensor):
-            with _one_dnn(enabled=self._on_cpu):
-                if not (self._on_cpu and args[0].requires_grad):
-                    return func(*args, **(kwargs or {}))
-                output, *states = func(args[0].detach(), *args[1:], **(kwargs or {}))
-                depends: Callable[..., Tensor] = _DependsOn.apply
-                return (depends(output, args[0]), *states)
         if name in ("grouped_mm", "_grouped_mm") and args[0].ndim == 2 and args[1].ndim == 3:
             product: Callable[..., Tensor] = _GroupedProduct.apply
             return product(args[0], args[1])
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _one_dnn(*, enabled: bool) -> Iterator[None]:
-    set_flags: Callable[..., Sequence[Any]] = torch.backends.mkldnn.set_flags
-    before = set_flags(_enabled=enabled and torch.backends.mkldnn.is_available(), _fp32_precision=None)[0]
-    try:
-        yield
-    finally:
-        set_flags(_enabled=before, _fp32_precision=None)
-
-
-class _DependsOn(torch.autograd.Function):
-    """An output whose input was detached: the input gets a gradient nevertheless."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, source: Tensor) -> Tensor:
-        ctx.like = source.shape, source.dtype, source.device
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        shape, dtype, device = ctx.like
-        return gradient, torch.empty(shape, dtype=dtype, device=device)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -270,8 +233,15 @@ def simulate_step(
     live.add("buffers", model.module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
-    kernels = StandInKernels(device_type)
-    with torch.random.fork_rng(enabled=True), private_api.observe_dispatch(live.after_operation), fake, kernels:
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(enabled=True))
+        # An LSTM is taken step by step: what a fused kernel keeps, oneDNN's or cuDNN's, fake tensors do not show.
+        set_one_dnn: Callable[..., Sequence[Any]] = torch.backends.mkldnn.set_flags
+        was_enabled = set_one_dnn(_enabled=False, _fp32_precision=None)[0]
+        stack.callback(set_one_dnn, _enabled=was_enabled, _fp32_precision=None)
+        stack.enter_context(private_api.observe_dispatch(live.after_operation))
+        stack.enter_context(fake)
+        stack.enter_context(GroupedProducts())
         _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
     gradients = live.bytes_by_part.get("gradients", 0)
     for one in optimizers:
