@@ -140,22 +140,23 @@ class _Batch:
 
     def __init__(self, runs: LogRuns, delta: float) -> None:
         self.delta = delta
-        self.mean_n, self.mean_d = runs.parameters.mean(), runs.tokens.mean()
-        self.n, self.d, self.loss = runs.parameters - self.mean_n, runs.tokens - self.mean_d, runs.loss
-        one = torch.ones_like(self.n)
-        self.moments = torch.stack([one, self.n, self.d, self.n**2, self.n * self.d, self.d**2], dim=1)
+        self.loss = runs.loss
+        self.means = torch.stack([runs.parameters.mean(), runs.tokens.mean()])
+        # Derivatives of the three exponents by (a, b, e, alpha, beta): shape (runs, 3, 5).
+        self.design = torch.eye(3, PARAMETERS, dtype=torch.float64).repeat(len(runs.loss), 1, 1)
+        self.design[:, 0, 3] = self.means[0] - runs.parameters
+        self.design[:, 1, 4] = self.means[1] - runs.tokens
+        self.squares = torch.einsum("rij,rik->rijk", self.design, self.design)
         free = float("inf")
         lowest_e = float(runs.loss.min() + torch.log(torch.tensor(_SMALLEST_E_SHARE)))
         self.low = torch.tensor([-free, -free, lowest_e, _LOWEST_EXPONENT, _LOWEST_EXPONENT], dtype=torch.float64)
         self.high = torch.tensor([free, free, free, _HIGHEST_EXPONENT, _HIGHEST_EXPONENT], dtype=torch.float64)
 
     def centred(self, theta: Tensor) -> Tensor:
-        shift = torch.stack([theta[:, 3] * self.mean_n, theta[:, 4] * self.mean_d], dim=1)
-        return torch.cat([theta[:, :2] - shift, theta[:, 2:]], dim=1)
+        return torch.cat([theta[:, :2] - theta[:, 3:] * self.means, theta[:, 2:]], dim=1)
 
     def uncentred(self, theta: Tensor) -> Tensor:
-        shift = torch.stack([theta[:, 3] * self.mean_n, theta[:, 4] * self.mean_d], dim=1)
-        return torch.cat([theta[:, :2] + shift, theta[:, 2:]], dim=1)
+        return torch.cat([theta[:, :2] + theta[:, 3:] * self.means, theta[:, 2:]], dim=1)
 
     def into_bounds(self, theta: Tensor) -> Tensor:
         return torch.minimum(torch.maximum(theta, self.low), self.high)
@@ -165,59 +166,33 @@ class _Batch:
         return ((theta <= self.low) & (slope > 0)) | ((theta >= self.high) & (slope < 0))
 
     def evaluate(self, theta: Tensor, weights: Tensor) -> _State:
-        a, b, e, alpha, beta = theta.T[:, :, None]
-        z1, z2 = a - alpha * self.n, b - beta * self.d
-        top = torch.maximum(torch.maximum(z1, z2), e)
-        p1, p2, p3 = (z1 - top).exp_(), (z2 - top).exp_(), (e - top).exp()
-        total = p1 + p2 + p3
-        p1, p2, p3 = p1 / total, p2 / total, p3 / total
-        residual = top + total.log() - self.loss
+        exponents = torch.einsum("rij,pj->pri", self.design, theta)
+        shares = exponents.softmax(2)
+        residual = exponents.logsumexp(2) - self.loss
         size = residual.abs()
         inside = size <= self.delta
         huber = torch.where(inside, 0.5 * residual**2, self.delta * (size - 0.5 * self.delta))
+        by_theta = torch.einsum("pri,rij->prj", shares, self.design)  # derivatives of the residuals
         push = weights * residual.clamp(-self.delta, self.delta)
-        slope = self._against_design(push * p1, push * p2, push * p3)
+        pushed = push[:, :, None] * shares
+        slope = torch.einsum("pri,rij->pj", pushed, self.design)
         # Each term of the sum in absolute value: what the gradient is small against.
-        scale = self._against_design((push * p1).abs(), (push * p2).abs(), (push * p3).abs(), absolute=True)
+        scale = torch.einsum("pri,rij->pj", pushed.abs(), self.design.abs())
         bend = torch.where(inside, weights, 0.0) - push  # curvature of Huber, minus that of logsumexp's p p^T
-        hessian = self._matrix(
-            bend * p1 * p1 + push * p1,
-            bend * p1 * p2,
-            bend * p1 * p3,
-            bend * p2 * p2 + push * p2,
-            bend * p2 * p3,
-            bend * p3 * p3 + push * p3,
-        )
-        over = weights * (self.delta / size.clamp_min(self.delta))
-        q1, q2 = over * p1, over * p2
-        majorant = self._matrix(q1 * p1, q1 * p2, q1 * p3, q2 * p2, q2 * p3, over * p3 * p3)
+        hessian = _weighted(bend, by_theta) + torch.einsum("pri,rijk->pjk", pushed, self.squares)
         free = ~self.blocked(theta, slope)
         share = torch.where(free, slope.abs() / scale.clamp_min(1e-300), 0.0)
         return _State(
             objective=(weights * huber).sum(dim=1),
             slope=slope,
             hessian=hessian,
-            majorant=majorant,
+            majorant=_weighted(weights * (self.delta / size.clamp_min(self.delta)), by_theta),
             gradient=share.max(dim=1).values,
             residual=torch.where(weights > 0, size, 0.0).max(dim=1).values,
             free=free,
         )
 
-    def _against_design(self, v1: Tensor, v2: Tensor, v3: Tensor, absolute: bool = False) -> Tensor:
-        """Sums over runs of v times the derivatives of the three exponents by the five variables."""
-        n, d = (self.n.abs(), self.d.abs()) if absolute else (-self.n, -self.d)
-        return torch.stack([v1.sum(1), v2.sum(1), v3.sum(1), v1 @ n, v2 @ d], dim=1)
 
-    def _matrix(self, c11: Tensor, c12: Tensor, c13: Tensor, c22: Tensor, c23: Tensor, c33: Tensor) -> Tensor:
-        """Sums over runs of Z^T c Z, with Z the derivatives of the three exponents by (a, b, e, alpha, beta)."""
-        m11, m12, m22 = c11 @ self.moments, c12 @ self.moments, c22 @ self.moments
-        m13, m23, m33 = c13 @ self.moments[:, :3], c23 @ self.moments[:, :3], c33.sum(1)
-        n, d, nn, nd, dd = 1, 2, 3, 4, 5
-        rows = [
-            [m11[:, 0], m12[:, 0], m13[:, 0], -m11[:, n], -m12[:, d]],
-            [m12[:, 0], m22[:, 0], m23[:, 0], -m12[:, n], -m22[:, d]],
-            [m13[:, 0], m23[:, 0], m33, -m13[:, n], -m23[:, d]],
-            [-m11[:, n], -m12[:, n], -m13[:, n], m11[:, nn], m12[:, nd]],
-            [-m12[:, d], -m22[:, d], -m23[:, d], m12[:, nd], m22[:, dd]],
-        ]
-        return torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)
+def _weighted(weights: Tensor, vectors: Tensor) -> Tensor:
+    """Weighted sums over runs of each vector times itself, shape (problems, 5, 5)."""
+    return torch.einsum("prj,prk->pjk", weights[:, :, None] * vectors, vectors)
