@@ -125,9 +125,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
         refuse_other_units(getattr(arguments, name), name)
     chip = None if arguments.device is None else chip_of(arguments.device)
     precision, dtype = _formats(arguments.precision, arguments.dtype, chip)
-    optimum, run = _sizes(arguments, given, dtype)
-    size = run or optimum
-    assert size is not None
+    size = _size(arguments, given, dtype)
     gpus, wanted = count_of(arguments.gpus, "gpus"), arguments.inference_tokens
     time = None
     if chip is not None:
@@ -135,8 +133,7 @@ def _answer(arguments: argparse.Namespace) -> Answer:
     needs_shape = chip is not None or "parameters" in given
     assumed = _assumed_shape(size) if config is None and needs_shape else None
     answer = Answer(
-        optimum=optimum,
-        run=run,
+        size=size,
         config=config or assumed,
         assumed_shape=assumed is not None,
         time=time,
@@ -212,9 +209,7 @@ def _on_machine(
     return replace(answer, layouts=layouts, tokens_per_step=step, memory_bytes=memory, enough=enough)
 
 
-def _sizes(
-    arguments: argparse.Namespace, given: dict[str, Any], dtype: str | None
-) -> tuple[ComputeOptimal | None, TrainingRun | None]:
+def _size(arguments: argparse.Namespace, given: dict[str, Any], dtype: str | None) -> ComputeOptimal | TrainingRun:
     law, unique = arguments.law, arguments.unique_tokens
     if len(given) not in (1, 2) or {"flops", "device_hours"} <= given.keys():
         names = " and ".join(f"`{name}`" for name in given) or "none"
@@ -225,12 +220,12 @@ def _sizes(
     if len(given) != 2:
         hours = {"device": arguments.device, "mfu": arguments.mfu, "dtype": dtype}
         extra = hours if "device_hours" in given else {}
-        return compute_optimal(**given, **extra, unique_tokens=unique, law=law), None
+        return compute_optimal(**given, **extra, unique_tokens=unique, law=law)
     if "device_hours" in given:
         hours_given = given.pop("device_hours")
         budget = device_budget(hours_given, device=arguments.device, mfu=arguments.mfu, dtype=dtype)
         given = {**given, "flops": budget.flops}
-    return None, training_run(**given, unique_tokens=unique, law=law)
+    return training_run(**given, unique_tokens=unique, law=law)
 
 
 def _inference(size: PlannedRun, inference_tokens: str) -> InferenceAware:

@@ -10,10 +10,9 @@ from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import MemoryLayout
 from lightning_mp.planning.memory.live_storages import PARTS
-from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, InferenceAware
+from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, InferenceAware, PlannedRun
 from lightning_mp.planning.training_run import RunTime, TrainingRun
 
-_TIME = ("chip", "gpus", "dtype", "peak_flops_per_second", "mfu", "measured", "hours")
 _NAMES_WIDTH = 40
 _COLUMNS = ("layout", "GPU needs", "verdict", "sequences", "step")
 _CONVENTIONS = """\
@@ -29,8 +28,7 @@ takes no longer than computing and nothing waits for it."""
 class Answer:
     """The answers to one question; parts that were not requested are None."""
 
-    optimum: ComputeOptimal | None
-    run: TrainingRun | None
+    size: ComputeOptimal | TrainingRun
     config: DecoderConfig | None
     assumed_shape: bool
     time: RunTime | None
@@ -47,12 +45,11 @@ class Answer:
 
 def print_answer(answer: Answer, *, wide: bool = False) -> None:
     """Every part that was asked about; `wide` is all columns of the layouts."""
-    size = answer.optimum or answer.run
-    assert size is not None
-    if answer.optimum is not None:
-        _print_plan(answer.optimum, _of_all(answer.config))
-    elif answer.run is not None:
-        _print_run(answer.run, _of_all(answer.config))
+    size = answer.size
+    if isinstance(size, ComputeOptimal):
+        _print_plan(size, _of_all(answer.config))
+    else:
+        _print_run(size, _of_all(answer.config))
     if size.repetition_note is not None:
         print_paragraph(f"\nRepeated data (Muennighoff et al. 2023): {size.repetition_note}")
     if answer.time is not None:
@@ -60,39 +57,25 @@ def print_answer(answer: Answer, *, wide: bool = False) -> None:
     if answer.inference is not None:
         unique = size.unique_tokens
         _print_inference(answer.inference, repeats=unique is not None and answer.inference.tokens > unique)
+    if answer.config is not None and answer.assumed_shape:
+        _print_assumed(answer.config)
     if answer.layouts is not None:
-        _print_layouts(answer, wide=wide)
+        _print_layouts(answer, answer.layouts, wide=wide)
     if answer.chips is not None:
         _print_chips(answer, answer.chips)
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
     """The same as JSON values."""
-    content: dict[str, Any] = {}
-    if answer.optimum is not None:
-        content = {**_as_json(answer.optimum), "spread": [_as_json(row) for row in answer.optimum.spread]}
-    elif answer.run is not None:
-        run = answer.run
-        content = {
-            "law": run.law.name,
-            "source": run.law.source,
-            "parameters": run.parameters,
-            "tokens": run.tokens,
-            "tokens_per_parameter": run.tokens_per_parameter,
-            "flops": run.flops,
-            "loss_nats_per_token": run.loss,
-            "optimum": _as_json(run.optimum),
-        }
-        if run.unique_tokens is not None:
-            content |= {"unique_tokens": run.unique_tokens, "epochs": run.epochs, "repetition": run.repetition_note}
+    content = _as_json(answer.size)
+    if isinstance(answer.size, ComputeOptimal):
+        content["spread"] = [_as_json(row) for row in answer.size.spread]
+    else:
+        content["optimum"] = _as_json(answer.size.optimum)
     if answer.time is not None:
-        time = answer.time
-        content["time"] = {name: getattr(time, name) for name in _TIME}
-        content["time"] |= {"gpu_hours": time.gpu_hours, "cost": time.cost}
+        content["time"] = asdict(answer.time)
     if answer.inference is not None:
-        best = answer.inference
-        names = ("parameters", "tokens", "inference_tokens", "lifetime_flops", "lifetime_flops_before", "saving")
-        content["inference_aware"] = {name: getattr(best, name) for name in names}
+        content["inference_aware"] = asdict(answer.inference) | {"saving": answer.inference.saving}
     if answer.config is not None:
         content |= {"precision": answer.precision, "context_tokens": answer.context_tokens}
         content["assumed_shape"] = asdict(answer.config) if answer.assumed_shape else None
@@ -101,11 +84,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         content["layouts"] = [_layout_as_json(choice) for choice in answer.layouts]
     if answer.chips is not None:
         content["chips"] = [
-            {
-                "chips": row.chips,
-                "memory_bytes": row.memory_bytes,
-                "layout": None if row.best is None else _layout_as_json(row.best),
-            }
+            {"chips": row.chips, "memory_bytes": row.memory_bytes, "layout": row.best and _layout_as_json(row.best)}
             for row in answer.chips
         ]
     return content
@@ -184,18 +163,13 @@ def _print_inference(best: InferenceAware, *, repeats: bool) -> None:
     )
 
 
-def _print_layouts(answer: Answer, *, wide: bool) -> None:
-    assert answer.layouts is not None
+def _print_layouts(answer: Answer, layouts: list[LayoutChoice], *, wide: bool) -> None:
     has = f"of {answer.memory_bytes / 1e9:g} GB" if answer.memory_bytes else "of unknown memory"
-    config = answer.config
-    assert config is not None
-    if answer.assumed_shape:
-        _print_assumed(config)
     if answer.memory_bytes:
-        fitting = [choice for choice in answer.layouts if choice.verdict == "fits"]
-        first = answer.layouts[0]
+        fitting = [choice for choice in layouts if choice.verdict == "fits"]
+        first = layouts[0]
         print_paragraph(
-            f"\nIt fits in {len(fitting)} of {len(answer.layouts)} layouts; the first choice is {first.layout.name}."
+            f"\nIt fits in {len(fitting)} of {len(layouts)} layouts; the first choice is {first.layout.name}."
             if fitting
             else f"\nIt {first.verdict} with this many GPUs; {first.layout.name} is the closest."
             + _alternatives(answer, first.verdict)
@@ -204,13 +178,13 @@ def _print_layouts(answer: Answer, *, wide: bool) -> None:
         f"\nLayouts in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, on GPUs {has};"
         " those that do not fit come last:\n"
     )
-    rows = [_layout_row(choice) for choice in answer.layouts]
+    rows = [_layout_row(choice) for choice in layouts]
     columns = [name for name in rows[0] if wide or name in _COLUMNS]
     if not wide:
         rows = [row | {"layout": row["layout"].replace(", checkpointed", " + AC")} for row in rows]
     print_table(columns, [[row[name] for name in columns] for row in rows])
     reasons: dict[str, list[str]] = {}
-    for choice in answer.layouts:
+    for choice in layouts:
         if choice.left_out:
             reasons.setdefault(choice.left_out, []).append(choice.layout.name)
     for reason, names in reasons.items():
@@ -222,8 +196,7 @@ def _print_layouts(answer: Answer, *, wide: bool) -> None:
         print_paragraph(f"\n{_WIDE_CONVENTIONS}")
 
 
-def _print_assumed(config: DecoderConfig | None) -> None:
-    assert config is not None
+def _print_assumed(config: DecoderConfig) -> None:
     print_paragraph(
         f"\nNo shape was given. Assumed, in the proportions of Llama 2: {config.layers} layers, width"
         f" {config.width}, {config.heads} heads, {config.ffn_width} in the MLP, a vocabulary of"
@@ -240,8 +213,6 @@ def _alternatives(answer: Answer, verdict: str | None, kind: str = "") -> str:
 
 
 def _print_chips(answer: Answer, chips: list[ChipChoice]) -> None:
-    if answer.assumed_shape:
-        _print_assumed(answer.config)
     gpus = f"{answer.gpus} GPU{'s' if answer.gpus > 1 else ''}"
     fitting = [row for row in chips if row.best is not None]
     if not fitting:
@@ -295,28 +266,22 @@ def _loss(value: float | None) -> str:
     return "this law has none" if value is None else f"{value:.3f} nats per token"
 
 
-def _as_json(plan: ComputeOptimal) -> dict[str, Any]:
+def _as_json(size: PlannedRun) -> dict[str, Any]:
     content: dict[str, Any] = {
-        "law": plan.law.name,
-        "source": plan.law.source,
-        "parameters": plan.parameters,
-        "parameters_counted": plan.law.counts,
-        "tokens": plan.tokens,
-        "tokens_per_parameter": plan.tokens_per_parameter,
-        "flops": plan.flops,
-        "loss_nats_per_token": plan.loss,
-        "times_outside_range": plan.times_outside,
+        "law": size.law.name,
+        "source": size.law.source,
+        "parameters": size.parameters,
+        "parameters_counted": size.law.counts,
+        "tokens": size.tokens,
+        "tokens_per_parameter": size.tokens_per_parameter,
+        "flops": size.flops,
+        "loss_nats_per_token": size.loss,
+        "times_outside_range": size.times_outside,
     }
-    if plan.unique_tokens is not None:
-        content |= {"unique_tokens": plan.unique_tokens, "epochs": plan.epochs}
-    if plan.devices is not None:
-        content |= {
-            "device_hours": plan.devices.device_hours,
-            "device": plan.devices.device,
-            "dtype": plan.devices.dtype,
-            "peak_flops_per_second": plan.devices.peak_flops_per_second,
-            "mfu": plan.devices.mfu,
-        }
+    if size.unique_tokens is not None:
+        content |= {"unique_tokens": size.unique_tokens, "epochs": size.epochs, "repetition": size.repetition_note}
+    if isinstance(size, ComputeOptimal) and size.devices is not None:
+        content |= asdict(size.devices)
     return content
 
 
