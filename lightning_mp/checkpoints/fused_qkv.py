@@ -43,15 +43,14 @@ class FusedOrder:
 
     ranks: int
     dim: int
-    parts: int = _PARTS
 
     def by_rank(self, whole: Tensor) -> Tensor:
         """From the order of one process to that in which the rows of one rank are neighbours."""
-        return self._swapped(whole, self.parts, self.ranks)
+        return self._swapped(whole, _PARTS, self.ranks)
 
     def by_part(self, whole: Tensor) -> Tensor:
         """The way back."""
-        return self._swapped(whole, self.ranks, self.parts)
+        return self._swapped(whole, self.ranks, _PARTS)
 
     def to_checkpoint(self, held: Tensor) -> Tensor:
         """The same values in the order of one process, split as before. All ranks have to call it: it gathers."""
@@ -91,8 +90,8 @@ def hold_in_rank_order(layer: nn.Module, ranks: int, *, dim_of_weight: int) -> N
         orders["bias"] = FusedOrder(ranks, 0)
     for name, parameter in layer.named_parameters(recurse=False):
         parameter.data = orders[name].by_rank(parameter.data)
-    layer.register_state_dict_post_hook(_AfterStateDict(orders))
-    layer.register_load_state_dict_pre_hook(_BeforeLoad(orders))
+    layer.register_state_dict_post_hook(partial(_convert_layer, orders, inward=False))
+    layer.register_load_state_dict_pre_hook(partial(_convert_layer, orders, inward=True))
     setattr(layer, _ORDERS, orders)
 
 
@@ -115,28 +114,19 @@ def convert_optimizer_states(model: nn.Module, optimizers: Iterable[Optimizer]) 
             )
 
 
-@dataclass
-class _AfterStateDict:
+def _convert_layer(
+    orders: Mapping[str, FusedOrder],
+    layer: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_others: Any,
+    inward: bool,
+) -> None:
     """Hook of a fused layer; a copy of the layer gets a copy of it."""
-
-    orders: dict[str, FusedOrder]
-
-    def __call__(self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name, order in self.orders.items():
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = order.to_checkpoint(state_dict[prefix + name])
-
-
-@dataclass
-class _BeforeLoad:
-    """The same for the way back."""
-
-    orders: dict[str, FusedOrder]
-
-    def __call__(self, layer: nn.Module, state_dict: dict[str, Any], prefix: str, *_others: Any) -> None:
-        for name, order in self.orders.items():
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = order.from_checkpoint(state_dict[prefix + name])
+    for name, order in orders.items():
+        if prefix + name in state_dict:
+            value = state_dict[prefix + name]
+            state_dict[prefix + name] = order.from_checkpoint(value) if inward else order.to_checkpoint(value)
 
 
 def _converted(

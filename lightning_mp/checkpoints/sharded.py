@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,19 +11,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.single_file import load_full_checkpoint, refuse_other_names, refuse_other_number
+from lightning_mp.checkpoints.single_file import (
+    load_full_checkpoint,
+    refuse_other_groups,
+    refuse_other_names,
+    refuse_other_number,
+)
 from lightning_mp.core.messages import listed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-
-from lightning_mp.checkpoints.single_file import refuse_other_groups
-
 #: What a sharded checkpoint has besides the shards, as Lightning writes it.
 REST = "meta.pt"
 
-_WEIGHTS = "state_dict."
+_WEIGHTS = "state_dict"
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -84,39 +86,25 @@ def load_sharded_checkpoint(
     from lightning_mp.checkpoints.checked_folder import CheckedReader, load_shards
 
     metadata = CheckedReader(path).read_metadata()
-    saved = set(metadata.state_dict_metadata)
-    if not any(name.startswith(_WEIGHTS) for name in saved):
+    saved = {where[1] for where in metadata.planner_data.values() if where[0] == _WEIGHTS}
+    if not saved:
         raise ValueError(
             f"The folder {path} has no 'state_dict' as written by FSDP2Strategy and ModelParallelStrategy. If"
             " FSDPStrategy wrote it, convert it to a single file, which can be loaded:"
             f" python -m lightning.pytorch.utilities.consolidate_checkpoint {path}"
         )
     weights = get_model_state_dict(model)
-    missing, unexpected = _other_weights(weights, saved)
     if strict:
-        refuse_other_names(type(model).__name__, missing=missing, unexpected=unexpected)
+        missing = [name for name in weights if name not in saved]
+        refuse_other_names(type(model).__name__, missing=missing, unexpected=sorted(saved - weights.keys()))
     _refuse_other_optimizers(path, metadata, optimizers)
-    weights = {name: value for name, value in weights.items() if name not in missing}
-    load_shards({"state_dict": weights}, path, weights_only=weights_only)
+    weights = {name: value for name, value in weights.items() if name in saved}
+    load_shards({_WEIGHTS: weights}, path, weights_only=weights_only)
     model.load_state_dict(weights, strict=strict)
     for number, optimizer in enumerate(optimizers):
         _load_optimizer(path, f"optimizer_{number}", model, optimizer, metadata, weights_only)
     rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=weights_only)
     return rest
-
-
-def _other_weights(weights: Collection[str], saved: Collection[str]) -> tuple[list[str], list[str]]:
-    """What of a model the folder has not, and the other way round; what is nested in a weight's name is its own."""
-    stems = {name: {*_stems(name)} for name in (n.removeprefix(_WEIGHTS) for n in saved if n.startswith(_WEIGHTS))}
-    found = set().union(*stems.values())
-    known = set(weights)
-    missing = [name for name in weights if name not in found]
-    return missing, sorted(name for name, its_stems in stems.items() if not its_stems & known)
-
-
-def _stems(name: str) -> Iterator[str]:
-    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
-    return itertools.accumulate(name.split("."), lambda a, b: f"{a}.{b}")
 
 
 def saved_names(path: Path) -> set[str]:
@@ -156,13 +144,25 @@ def _load_optimizer(
     place = [key, "param_groups"]
     read = read_values(path, metadata, lambda where: list(where[:2]) == place, weights_only=weights_only)
     take_options(optimizer, own, read[key]["param_groups"])
-    saved = set(metadata.state_dict_metadata)
+    kept: dict[str, set[str]] = {}  # what the folder has of each parameter's state
+    for where in metadata.planner_data.values():
+        if list(where[:2]) == [key, "state"] and len(where) > 3:
+            kept.setdefault(where[2], set()).add(where[3])
+    named = zip(itertools.chain(*own), (p for group in optimizer.param_groups for p in group["params"]), strict=True)
+    frozen = [p for name, p in named if not p.requires_grad and name in kept]
     # Here the step that torch makes up is wanted: by it the optimizer says how its tensors are sharded. torch leaves it
     # out where there are gradients, also of a run before. With the checkpoint's options, as momentum makes tensors.
-    with _settings_kept(optimizer), _trained(_frozen_with_state(optimizer, own, f"{key}.state", saved)):
-        whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    _refuse_another_optimizer(path, optimizer, whole["state"], f"{key}.state", saved)
-    state: dict[str, Any] = {"state": _those_saved(whole["state"], f"{key}.state", saved)}
+    with _settings_kept(optimizer), _trained(frozen):
+        whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))["state"]
+    _refuse_another_optimizer(path, optimizer, whole, kept)
+    # Of the state by parameter what is in the checkpoint; parameters of which nothing is there are left out.
+    state: dict[str, Any] = {
+        "state": {
+            parameter: {name: value for name, value in values.items() if name in kept[parameter]}
+            for parameter, values in whole.items()
+            if values.keys() & kept.get(parameter, ())
+        }
+    }
     load_shards({key: state}, path, weights_only=weights_only)
     groups = [{**group, "params": names} for group, names in zip(optimizer.param_groups, own, strict=True)]
     optimizer.load_state_dict({**state, "param_groups": groups})
@@ -184,15 +184,6 @@ def _settings_kept(optimizer: Optimizer) -> Iterator[None]:
         group.update(before)
 
 
-def _frozen_with_state(
-    optimizer: Optimizer, own: list[list[str]], prefix: str, saved: Collection[str]
-) -> list[nn.Parameter]:
-    """Parameters that are frozen now and have a state in the checkpoint."""
-    stems = {stem for name in saved if name.startswith(f"{prefix}.") for stem in _stems(name)}
-    named = zip(itertools.chain(*own), (p for group in optimizer.param_groups for p in group["params"]), strict=True)
-    return [p for name, p in named if not p.requires_grad and f"{prefix}.{name}" in stems]
-
-
 @contextmanager
 def _trained(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Inside, they are not frozen."""
@@ -206,16 +197,11 @@ def _trained(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def _refuse_another_optimizer(
-    path: Path, optimizer: Optimizer, state: Mapping[str, Any], prefix: str, saved: Collection[str]
+    path: Path, optimizer: Optimizer, state: Mapping[str, Mapping[str, Any]], kept: Mapping[str, set[str]]
 ) -> None:
     """One that keeps other things for a parameter than the folder has: both would be left out without a word."""
-    kept: dict[str, set[str]] = {}
-    stems = {stem for name in saved if name.startswith(f"{prefix}.") for stem in _stems(name)}
-    for stem in stems:
-        parameter, _, name = stem.removeprefix(f"{prefix}.").rpartition(".")
-        if parameter in state:
-            kept.setdefault(parameter, set()).add(name)
-    others = [name for name in kept if kept[name] - state[name].keys() and state[name].keys() - kept[name]]
+    found = kept.keys() & state.keys()
+    others = [name for name in found if kept[name] - state[name].keys() and state[name].keys() - kept[name]]
     if others:
         first = min(others)
         saved_keys, own_keys = (listed(sorted(keys)) for keys in (kept[first], state[first]))
@@ -224,17 +210,6 @@ def _refuse_another_optimizer(
             f" {type(optimizer).__name__} keeps {own_keys}. Resume with the optimizers that saved it, or load its"
             " weights only."
         )
-
-
-def _those_saved(state: Mapping[str, Any], prefix: str, saved: Collection[str]) -> dict[str, Any]:
-    """What of the state by parameter is in the checkpoint; parameters of which nothing is there are left out."""
-    stems = {stem for name in saved for stem in _stems(name)}
-    found = {}
-    for parameter, values in state.items():
-        kept = {name: value for name, value in values.items() if f"{prefix}.{parameter}.{name}" in stems}
-        if kept:
-            found[parameter] = kept
-    return found
 
 
 #: No settings: they are in the order in which the optimizer itself has its parameters.
