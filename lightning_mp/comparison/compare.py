@@ -13,22 +13,23 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
+from tqdm import tqdm  # comes with Lightning
 
 from lightning_mp._version import __version__
 from lightning_mp.comparison.paired_difference import PairedDifference
-from lightning_mp.comparison.paired_runs import FinishedRun, Progress, RunFile, paired_quality, run_pairs
+from lightning_mp.comparison.paired_runs import FinishedRun, RunFile, ShownRun, paired_quality, run_pairs
 from lightning_mp.comparison.precisions import PluginFactory, described, plugin_factories
 from lightning_mp.comparison.result import PrecisionComparison
 from lightning_mp.comparison.step_cost import (
     StepCost,
     TimedRound,
-    first_batch,
     gradient_of,
     measure_round,
     peak_bytes,
     relative_error,
 )
-from lightning_mp.comparison.trial import Experiment, TrainingData, Trial
+from lightning_mp.comparison.trial import Experiment, TrainingData, Trial, run_trial
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.devices import available_device_type, device_name
 from lightning_mp.core.random_state import random_state_kept
 
@@ -125,10 +126,14 @@ def compare_precisions(
     )
     chosen = _seeds(seeds)
     _check(experiment, steps=steps, rounds=rounds, margin=margin, confidence=confidence, file=file, monitor=monitor)
-    with random_state_kept(experiment.device), Progress(progress) as bar:
-        batch, first = _first_run(experiment, steps, monitor)
+    shown = None if progress is None else not progress
+    with (
+        random_state_kept(experiment.device),
+        tqdm(total=0, unit="step", dynamic_ncols=True, leave=False, disable=shown) as bar,
+    ):
+        first = _first_run(experiment, steps, monitor)
         run_file = None if file is None else RunFile(Path(file), _settings(experiment, steps, monitor, first))
-        costs, reference = measure_costs(experiment, batch, rounds, bar)
+        costs, reference = measure_costs(experiment, first.first_batch, rounds, bar)
         runs: list[FinishedRun] = []
         if steps is not None:
             runs = run_pairs(experiment, seeds=chosen, steps=steps, monitor=monitor, file=run_file, bar=bar)
@@ -147,14 +152,15 @@ def compare_precisions(
     )
 
 
-def _first_run(experiment: Experiment, steps: int | None, monitor: str | None) -> tuple[Any, Trial]:
-    batch, first = first_batch(experiment, monitor if steps is not None else None)
+def _first_run(experiment: Experiment, steps: int | None, monitor: str | None) -> Trial:
+    baseline = next(iter(experiment.precisions))
+    first = run_trial(experiment, baseline, seed=0, steps=1, monitor=monitor)
     if steps is not None and monitor is None and not first.train_losses:
         raise ValueError(
             "`module` is optimized manually and its training_step returns no loss, so there is none to compare. Pass"
             " monitor= and a validation loader, return the loss, or leave steps out."
         )
-    return batch, first
+    return first
 
 
 def versions() -> dict[str, str]:
@@ -172,9 +178,9 @@ def _check(
     file: str | Path | None,
     monitor: str | None,
 ) -> None:
-    for name, value in (("steps", steps), ("rounds", rounds)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"`{name}` must be a positive whole number, got {value!r}.")
+    whole_number(rounds, "rounds")
+    if steps is not None:
+        whole_number(steps, "steps")
     PairedDifference((0.0,), margin=margin, confidence=confidence)  # refuses what it cannot use
     for name in experiment.trainer_options:
         if name in _OWN_OPTIONS:
@@ -239,18 +245,18 @@ def _plain(value: Any) -> Any:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-def measure_costs(experiment: Experiment, batch: Any, rounds: int, bar: Progress) -> tuple[dict[str, StepCost], str]:
+def measure_costs(experiment: Experiment, batch: Any, rounds: int, bar: Any) -> tuple[dict[str, StepCost], str]:
     """What a batch costs in each precision, and the precision that the errors of gradients are against."""
     errors, reference = _gradient_errors(experiment, batch)
     peaks = {name: peak_bytes(experiment, name) for name in experiment.precisions}
     names = list(experiment.precisions)
-    bar.expect(len(names) * rounds * (_WARMUP_STEPS + _TIMED_STEPS))
+    bar.total += len(names) * rounds * (_WARMUP_STEPS + _TIMED_STEPS)
     timed: dict[str, list[TimedRound]] = {name: [] for name in names}
     for number in range(rounds):
         # another one first in each round
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            shown = bar.callback(f"{name}, timed")
+            shown = ShownRun(bar, f"{name}, timed")
             timed[name].append(
                 measure_round(experiment, name, warmup=_WARMUP_STEPS, steps=_TIMED_STEPS, progress=shown)
             )

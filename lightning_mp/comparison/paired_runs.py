@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean, linear_regression, variance
 from typing import Any, Self
@@ -125,38 +126,16 @@ class RunFile:
         return f"`file` {self._path} cannot be continued: {reason}. Name another file, or delete this one."
 
 
-class Progress:
-    """A bar over all runs, with the name of the one that is under way."""
+class ShownRun(Callback):
+    """One run on the bar over all runs."""
 
-    def __init__(self, enabled: bool | None) -> None:
-        from tqdm import tqdm  # comes with Lightning
-
-        disable = None if enabled is None else not enabled
-        self._bar: Any = tqdm(total=0, unit="step", dynamic_ncols=True, leave=False, disable=disable)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def expect(self, steps: int) -> None:
-        """Adds optimizer steps to the total of the bar."""
-        self._bar.total += steps
-        self._bar.refresh()
-
-    def callback(self, text: str) -> Callback:
-        """Shows one run."""
-        self._bar.set_description(text)
-        return _Shown(self._bar)
-
-
-class _Shown(Callback):
-    def __init__(self, bar: Any) -> None:
+    def __init__(self, bar: Any, text: str) -> None:
         self._bar = bar
         self._steps = 0
+        bar.set_description(text)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Counts optimizer steps."""
         self._bar.update(trainer.global_step - self._steps)
         self._steps = trainer.global_step
 
@@ -182,14 +161,6 @@ def final_loss(trial: Trial) -> float:
     return fmean(tail) if all(map(math.isfinite, tail)) else math.nan
 
 
-def missing_runs(
-    precisions: Iterable[str], seeds: Sequence[int], finished: Iterable[FinishedRun]
-) -> list[tuple[int, str]]:
-    """Seeds and precisions that have not run yet; all precisions of a seed follow each other."""
-    done = {(run.seed, run.precision) for run in finished}
-    return [pair for seed in seeds for pair in ((seed, name) for name in precisions) if pair not in done]
-
-
 def run_pairs(
     experiment: Experiment,
     *,
@@ -197,14 +168,15 @@ def run_pairs(
     steps: int,
     monitor: str | None,
     file: RunFile | None,
-    bar: Progress,
+    bar: Any,
 ) -> list[FinishedRun]:
-    """Makes the runs that are missing."""
+    """Makes the runs that are missing, all precisions of a seed after each other."""
     finished = file.read() if file is not None else []
-    missing = missing_runs(experiment.precisions, seeds, finished)
-    bar.expect(steps * len(missing))
+    by_pair = {(run.seed, run.precision): run for run in finished}
+    missing = [pair for pair in product(seeds, experiment.precisions) if pair not in by_pair]
+    bar.total += steps * len(missing)
     for seed, name in missing:
-        shown = bar.callback(f"{name}, seed {seed}")
+        shown = ShownRun(bar, f"{name}, seed {seed}")
         trial = run_trial(experiment, name, seed=seed, steps=steps, callbacks=[shown], monitor=monitor)
         run = FinishedRun(
             precision=name,
@@ -220,8 +192,8 @@ def run_pairs(
         if file is not None:
             file.append(run)
         finished.append(run)
-    by_pair = {(run.seed, run.precision): run for run in finished}
-    return [by_pair[seed, name] for seed in seeds for name in experiment.precisions]
+        by_pair[seed, name] = run
+    return [by_pair[pair] for pair in product(seeds, experiment.precisions)]
 
 
 def check_pairs(runs: Iterable[FinishedRun]) -> None:

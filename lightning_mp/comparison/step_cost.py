@@ -13,10 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.comparison.trial import Experiment, TrainingData, Trial, run_trial
+from lightning_mp.comparison.trial import Experiment, TrainingData, run_trial
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.planning.memory.live_storages import LiveStorages
 
 _STEPS_TO_A_FINITE_GRADIENT = 40  # a loss scale of 2**24 comes down to 2**-15 in this many skips
@@ -80,29 +79,6 @@ def _time(device: torch.device) -> float:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()
     return time.perf_counter()
-
-
-def first_batch(experiment: Experiment, monitor: str | None) -> tuple[Any, Trial]:
-    """The first batch before any plugin has changed its formats, and the run of one step that it comes from."""
-    taker = _BatchTaker()
-    baseline = next(iter(experiment.precisions))
-    trial = run_trial(experiment, baseline, seed=0, steps=1, callbacks=[taker], monitor=monitor)
-    return taker.batch, trial
-
-
-class _BatchTaker(Callback):
-    def __init__(self) -> None:
-        self.batch: Any = None
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        convert = Patches.of(trainer).replace(
-            trainer.precision_plugin, "convert_input", lambda batch: self._take(convert, batch)
-        )
-
-    def _take(self, convert: Patch, batch: Any) -> Any:
-        if self.batch is None:
-            self.batch = batch
-        return convert.original(batch)
 
 
 def peak_bytes(experiment: Experiment, precision: str) -> int:

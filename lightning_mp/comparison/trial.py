@@ -151,6 +151,7 @@ class Recorder(Callback):
 
     def __init__(self, seed: int) -> None:
         self.losses: list[Tensor] = []
+        self.first_batch: Any = None
         self.items = 0
         self.unit = "samples"
         self.digest = hashlib.sha256()
@@ -228,6 +229,8 @@ class Recorder(Callback):
     def _count(self, trainer: pl.Trainer, batch: Any) -> Any:
         """Sees the batch before the plugin changes its formats."""
         if trainer.training:
+            if not self.items:
+                self.first_batch = batch
             items, self.unit = items_in(batch)
             self.items += items
             if self._in_epoch < _DIGESTED_BATCHES:
@@ -266,6 +269,7 @@ class Trial:
     seconds: float  # of the fit, from the first batch on
     weights_digest: str  # of the initial weights
     data_digest: str  # of the first batches of each epoch
+    first_batch: Any  # as it was before the plugin changed its formats
 
 
 def run_trial(
@@ -287,7 +291,7 @@ def run_trial(
     module = experiment.make_module()
     digest = weights_digest(module)
     recorder = Recorder(seed)
-    options = {**copy.deepcopy(dict(experiment.trainer_options))}
+    options = copy.deepcopy(dict(experiment.trainer_options))
     own_callbacks = options.pop("callbacks", None) or []
     own_callbacks = [own_callbacks] if isinstance(own_callbacks, Callback) else list(own_callbacks)
     with TemporaryDirectory() as folder, quiet_lightning(logging.ERROR), interrupts_kept():
@@ -316,6 +320,7 @@ def run_trial(
         seconds=recorder.seconds,
         weights_digest=digest,
         data_digest=recorder.digest.hexdigest()[:16],
+        first_batch=recorder.first_batch,
     )
 
 
