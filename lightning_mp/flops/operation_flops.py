@@ -157,7 +157,7 @@ def _cudnn_backward(
     # Layer by layer and direction by direction, each with `stride` parts: input, hidden, biases, projection.
     bidirectional, (needs_input, needs_hidden, _, needs_weights) = args[-5], args[-1]
     cells = [weight[first : first + stride] for first in range(0, len(weight), stride)]
-    total = _cudnn(input, weight) * (1 + needs_weights)
+    total = _cudnn(input, weight) * (2 if needs_weights else 1)
     if not needs_input:
         total -= _products([cell[0] for cell in cells[: 1 + bidirectional]], _rows(input))
     return total if needs_hidden else total - _products([cell[1] for cell in cells], hidden.shape[-2])

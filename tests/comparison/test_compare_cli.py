@@ -43,7 +43,7 @@ def text(tmp_path_factory):
         (["--precision", "bf16-mixed"], "--precision must be two or more, the baseline first, got 1"),
         (["--precision", "32-true", "bf17"], "--precision has 'bf17'. Known names are "),
         (["--precision", "32-true", "tf32"], "TF32Precision cannot run on this device"),
-        (["--steps", "0"], "--steps must be a positive whole number, got 0"),
+        (["--steps", "0"], "--steps must be a whole number, 1 or more, got 0"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
         (
             ["--margin", "0", "--steps", "3"],

@@ -328,10 +328,10 @@ class NoBatches:
         ({"precisions": ["32-true", "bf16"]}, "has 'bf16'. Known names are 64-true, 32-true"),
         ({"precisions": ["32-true", "32-true"]}, "has '32-true' twice. Name them: "),
         ({"precisions": ["32-true", 16]}, "has 16 of type int. Pass a name, a precision plugin, or a function"),
-        ({"steps": 0}, "`steps` must be a positive whole number, got 0"),
+        ({"steps": 0}, "`steps` must be a whole number, 1 or more, got 0"),
         ({"seeds": 0}, "`seeds` must be a positive number of pairs, or different whole numbers, got 0"),
         ({"seeds": [1, 1]}, "`seeds` must be a positive number of pairs, or different whole numbers"),
-        ({"rounds": 2.5}, "`rounds` must be a positive whole number, got 2.5"),
+        ({"rounds": 2.5}, "`rounds` must be a whole number, 1 or more, got 2.5"),
         ({"margin": -1}, "`margin` must be a positive finite number"),
         ({"accelerator": "tpu"}, "`accelerator` 'tpu' is not available here. Use 'auto' or one of 'cpu'"),
         (

@@ -145,7 +145,7 @@ def test_time_is_a_range_where_no_mfu_was_measured():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: DecoderConfig(layers=0, width=8, vocabulary=8), "`layers` must be an integer of at least 1, got 0"),
+        (lambda: DecoderConfig(layers=0, width=8, vocabulary=8), "`layers` must be a whole number, 1 or more, got 0"),
         (
             lambda: DecoderConfig(layers=1, width=8, vocabulary=8, heads=4, kv_heads=3),
             "must be a multiple of `kv_heads`",

@@ -203,7 +203,7 @@ class Reads(nn.Module):
     [
         ({"precision": "fp4"}, "`precision` 'fp4' is not known. Use one of 32-true, 16-mixed, bf16-mixed"),
         ({"strategy": "ddp2"}, "`strategy` 'ddp2' is not known. Use one of single, ddp, fsdp2"),
-        ({"ranks": 0}, "`ranks` must be a positive integer, got 0"),
+        ({"ranks": 0}, "`ranks` must be a whole number, 1 or more, got 0"),
         ({"ranks": 2}, "`ranks` is 2 and `strategy` is 'single'. Pass strategy='ddp'"),
         ({"policy": {"op:norms": "fp32"}}, "`policy` needs a precision that has one, got '32-true'"),
         ({"units": "x"}, "`units` belongs to strategy='fsdp2', got strategy='single'"),

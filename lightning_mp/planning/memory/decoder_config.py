@@ -111,10 +111,8 @@ class DecoderConfig:
     dropout: bool = False  #: masks are saved.
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "vocabulary"):
-            _check_count(name, getattr(self, name), 1)
-        for name in _MAY_BE_0:
-            _check_count(name, getattr(self, name), 0)
+        for name in ("layers", "width", "vocabulary", *_MAY_BE_0):
+            whole_number(getattr(self, name), name, minimum=0 if name in _MAY_BE_0 else 1)
         for name in ("gated", "tied_head", "biases", "dropout"):
             true_or_false(getattr(self, name), name)
         heads = self.heads or max(1, self.width // _HEAD_WIDTH)
@@ -298,11 +296,6 @@ class DecoderConfig:
             mlp_widths = (1 - dense) * mixture + dense * self.dense_ffn_width
         of_heads_and_mlp = of_heads + (4 if self.gated else 2) * mlp_widths
         return whole / (tensor if sequence_parallel else 1) + element_bytes * of_heads_and_mlp / tensor
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
 
 
 # What configurations of Hugging Face call each field; the first that is there counts.

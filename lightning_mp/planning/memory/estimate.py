@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_sharding_api
+from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.messages import aligned
 from lightning_mp.core.pictures import check_picture_ending
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
@@ -196,8 +197,7 @@ def _check(module: nn.Module, strategy: str, ranks: int, units: object, device_t
         raise ValueError(f"`module` must be a torch.nn.Module, got {module!r}.")
     if strategy not in get_args(MemoryStrategy):
         raise ValueError(f"`strategy` {strategy!r} is not known. Use one of {', '.join(get_args(MemoryStrategy))}.")
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ValueError(f"`ranks` must be a positive integer, got {ranks!r}.")
+    whole_number(ranks, "ranks")
     if strategy == "single" and ranks > 1:
         raise ValueError(f"`ranks` is {ranks} and `strategy` is 'single'. Pass strategy='ddp' or strategy='fsdp2'.")
     if units is not None and strategy != "fsdp2":
