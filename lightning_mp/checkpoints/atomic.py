@@ -60,18 +60,7 @@ def is_local(path: str | os.PathLike[str]) -> bool:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint was written to its end: an archive with its directory, or a directory with its marker.
-
-    Example:
-        >>> from tempfile import TemporaryDirectory
-        >>> with TemporaryDirectory() as folder:
-        ...     file = Path(folder, "step=1.ckpt")
-        ...     torch.save({"global_step": 1}, file)
-        ...     whole = is_complete(file)
-        ...     os.truncate(file, 600)
-        ...     whole, is_complete(file)
-        (True, False)
-    """
+    """Whether a checkpoint was written to its end: an archive with its directory, or a directory with its marker."""
     if not path.is_dir():
         return path.is_file() and zipfile.is_zipfile(path)
     try:

@@ -153,7 +153,8 @@ def _load_optimizer(
     # Here the step that torch makes up is wanted: by it the optimizer says how its tensors are sharded. torch leaves it
     # out where there are gradients, also of a run before. With the checkpoint's options, as momentum makes tensors.
     with _settings_kept(optimizer), _trained(frozen):
-        whole: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))["state"]
+        described = dict(get_optimizer_state_dict(model, optimizer))
+    whole: dict[str, Any] = described["state"]
     _refuse_another_optimizer(path, optimizer, whole, kept)
     # Of the state by parameter what is in the checkpoint; parameters of which nothing is there are left out.
     state: dict[str, Any] = {
@@ -247,15 +248,7 @@ def _difference(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) ->
 
 
 def take_options(optimizer: Optimizer, own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Gives each group of an optimizer the settings that the checkpoint has for its parameters, and leaves it others.
-
-    Example:
-        >>> import torch
-        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-        >>> take_options(sgd, [["weight"]], [{"params": ["weight"], "lr": 0.2}])
-        >>> sgd.param_groups[0]["lr"], sgd.param_groups[0]["momentum"]
-        (0.2, 0)
-    """
+    """Gives each group of an optimizer the settings that the checkpoint has for its parameters, and keeps the others."""
     places = matching_groups([group["params"] for group in saved], own)
     for group, names, place in zip(optimizer.param_groups, own, places, strict=True):
         then = saved[place]

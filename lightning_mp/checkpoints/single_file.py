@@ -97,11 +97,7 @@ def _whole(value: Any) -> Any:
 
 
 def refuse_other_names(owner: str, *, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Says what of a state dict is too little or too much, for loading that is strict.
-
-    Example:
-        >>> refuse_other_names("Model", missing=[], unexpected=[])
-    """
+    """Says what of a state dict is too little or too much, for loading that is strict."""
     missing, unexpected = list(missing), list(unexpected)
     if missing or unexpected:
         raise RuntimeError(
@@ -111,11 +107,7 @@ def refuse_other_names(owner: str, *, missing: Iterable[str], unexpected: Iterab
 
 
 def refuse_other_groups(saved: Sequence[int], own: Sequence[int], *, difference: str = "") -> None:
-    """Compares how many parameters each parameter group of an optimizer has.
-
-    Example:
-        >>> refuse_other_groups([2, 1], [2, 1])
-    """
+    """Compares how many parameters each parameter group of an optimizer has."""
     if list(saved) != list(own) or difference:
         raise ValueError(
             f"The checkpoint's optimizer has parameter groups of {list(saved)} parameters, and configure_optimizers"
@@ -126,11 +118,7 @@ def refuse_other_groups(saved: Sequence[int], own: Sequence[int], *, difference:
 
 
 def refuse_other_number(saved: int, own: int, path: Path | None = None) -> None:
-    """Compares how many optimizers there are.
-
-    Example:
-        >>> refuse_other_number(1, 1)
-    """
+    """Compares how many optimizers there are."""
     if saved != own:
         raise ValueError(
             f"The checkpoint{'' if path is None else f' {path}'} holds the state of {saved} optimizers, and"

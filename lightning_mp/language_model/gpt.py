@@ -17,11 +17,7 @@ _INIT_STD = 0.02  # GPT-2: Radford et al. 2019 and the released code
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a :class:`GPT`.
-
-    Raises:
-        ValueError: If a number is below 1 or ``width`` is not a multiple of ``heads``.
-    """
+    """The shape of a :class:`GPT`."""
 
     layers: int
     heads: int  # of attention, per layer
@@ -54,9 +50,6 @@ def config_for_parameters(parameters: int, *, block_tokens: int = 128, vocab: in
 
     Within 5% of the wished size any shape will do, and of those the one in GPT-2 small's proportion (768 wide, 12 deep)
     wins: least is ``|log(width / depth / 64)| + 20 * max(0, |log(size / parameters)| - 0.05)``.
-
-    Raises:
-        ValueError: If ``parameters`` is smaller than the smallest shape that can be built.
 
     >>> config_for_parameters(124_000_000, block_tokens=1024, vocab=50257)
     GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50257)
@@ -164,11 +157,7 @@ class GPT(nn.Module):
         return logits
 
     def embed(self, idx: Tensor) -> Tensor:
-        """Token ids ``[batch, tokens]`` to ``[batch, tokens, width]``.
-
-        Raises:
-            ValueError: If the sequence is longer than ``block_tokens``.
-        """
+        """Token ids ``[batch, tokens]`` to ``[batch, tokens, width]``."""
         tokens, most = idx.shape[-1], self.config.block_tokens
         if tokens > most:
             raise ValueError(
@@ -183,11 +172,7 @@ class GPT(nn.Module):
 def generate(
     model: GPT, prompt: bytes, num_tokens: int, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
 ) -> bytes:
-    """Continues a text byte by byte, each drawn from the ``top_k`` most likely; the model is over bytes, on the CPU.
-
-    Raises:
-        ValueError: If the prompt is empty.
-    """
+    """Continues a text byte by byte, each drawn from the ``top_k`` most likely; the model is over bytes, on the CPU."""
     if not prompt:
         raise ValueError("generate() got an empty prompt: give at least one byte to continue.")
     generator = torch.Generator().manual_seed(seed)

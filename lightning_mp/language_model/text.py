@@ -50,9 +50,6 @@ def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) 
     """Reads the source of Python's standard library, in the order of its file names; every 20th file is held out.
 
     Files with the same content are read once, so none is on both sides. ``root`` is another folder of source files.
-
-    Raises:
-        ValueError: If there are not even 20 different files.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     paths: list[Path] = []
@@ -80,11 +77,7 @@ def load_standard_library(root: Path | None = None, max_bytes: int = MAX_BYTES) 
 
 
 def load_file(path: Path) -> Corpus:
-    """Reads one file, of any encoding; its last twentieth is held out.
-
-    Raises:
-        ValueError: If it cannot be read or is empty.
-    """
+    """Reads one file, of any encoding; its last twentieth is held out."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -116,9 +109,6 @@ class TextBatches:
     ``batch_size * world_size`` of them, and each rank takes its own part. So the only state is the number of batches
     served, which Lightning keeps in the checkpoint through ``state_dict``. An iteration that follows another one goes
     on where that ended.
-
-    Raises:
-        ValueError: If the text does not fill one global batch.
 
     >>> batches = TextBatches(torch.arange(17, dtype=torch.uint8), batch_size=2, block_tokens=4)
     >>> len(batches), [inputs.shape for inputs, labels in batches]
@@ -166,11 +156,7 @@ class TextBatches:
         return {"served": self._served, "global_batch_size": self._global_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after the last batch served.
-
-        Raises:
-            ValueError: If the batches were of another size over all ranks.
-        """
+        """Continues after the last batch served."""
         if state_dict["global_batch_size"] != self._global_batch_size:
             raise ValueError(
                 f"the checkpoint was written with batches of {state_dict['global_batch_size']} sequences over all "
@@ -183,9 +169,6 @@ class HeldOutBatches(list[list[Tensor]]):
     """The same validation batches ``[inputs, labels]`` every time, spread evenly over the held-out text.
 
     Arguments are those of :class:`TextBatches`; ``max_batches`` is per rank, and a short text has smaller batches.
-
-    Raises:
-        ValueError: If there is not one sequence for every rank.
     """
 
     def __init__(

@@ -31,15 +31,7 @@ _PYTHON_VERSION = 3  # of the tuple that random.getstate() returns since Python 
 
 
 def captured(device: torch.device) -> dict[str, Any]:
-    """The states of torch (CPU and ``device``), Python and NumPy now; about 15 kB.
-
-    Example:
-        >>> state = captured(torch.device("cpu"))
-        >>> first = torch.rand(3)
-        >>> restore(state, torch.device("cpu"))
-        >>> torch.equal(torch.rand(3), first)
-        True
-    """
+    """The states of torch (CPU and ``device``), Python and NumPy now; about 15 kB."""
     state = RandomState.capture(device)
     version, numbers, gauss = state.python_state
     assert version == _PYTHON_VERSION
