@@ -248,7 +248,7 @@ def _difference(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) ->
 
 
 def take_options(optimizer: Optimizer, own: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Gives each group of an optimizer the settings that the checkpoint has for its parameters, and keeps the others."""
+    """Gives each group of an optimizer the settings that the checkpoint has for its parameters, and keeps others."""
     places = matching_groups([group["params"] for group in saved], own)
     for group, names, place in zip(optimizer.param_groups, own, places, strict=True):
         then = saved[place]
