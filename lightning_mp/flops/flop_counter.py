@@ -22,7 +22,7 @@ hides numbers from the result, not from the kernel, so it counts in full.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,14 +139,12 @@ class FlopTally:
             self._formats[_format_of(tensors)] += flops - again
 
 
-def count_flops(
-    module: nn.Module, batch: Any, step: StepFunction | None = None, *, backward: bool = True, meta: bool = True
-) -> FlopCount:
-    """Counts the operations of one training step of any module.
+def count_flops(module: nn.Module, batch: Any, step: StepFunction | None = None) -> FlopCount:
+    """Counts the operations of one training step of any module; nothing is computed and no memory is used.
 
-    By default nothing is computed and no memory is used: the module is copied to the meta device, where tensors have
-    shapes and no numbers. Grouped-query attention, gated MLPs, frozen weights (no product for their gradients) and
-    activation checkpoints come out right because they run as they are. The module itself does not change.
+    The module is copied to the meta device, where tensors have shapes and no numbers. Grouped-query attention, gated
+    MLPs, frozen weights (no product for their gradients) and activation checkpoints come out right because they run as
+    they are. The module itself does not change.
     """
     if any(
         isinstance(parameter, DTensor) or private_sharding_api.is_flat_shard(parameter)
@@ -154,59 +152,30 @@ def count_flops(
     ):
         raise ValueError("count_flops() was given a module with sharded parameters. Count before it is sharded.")
     run = step if step is not None else run_forward
-    with ExitStack() as stack:
-        if meta:
-            module = module_with(module, _on_meta)
-            batch = batch_with(batch, _on_meta)
-            stack.enter_context(torch.device("meta"))
-            stack.enter_context(MasksWithoutNumbers())
-        else:
-            stack.enter_context(torch.random.fork_rng(enabled=True))
-            stack.callback(_restore, module, _remember(module))
-        stack.enter_context(torch.set_grad_enabled(backward))
-        try:
-            with FlopTally() as tally:
-                loss = sum_of_outputs(run(module, batch))
-                if backward and loss is not None:
-                    loss.backward()
-        except (NotImplementedError, RuntimeError) as error:
-            if not meta or "meta" not in str(error).lower():
-                raise
-            raise ValueError(
-                "count_flops() could not run the step on the meta device, where tensors have no data"
-                f" ({_first_line(error)}). Pass meta=False with a real batch to run the module where it is."
-            ) from error
-        if backward and loss is None:
-            raise ValueError(
-                "count_flops() found nothing to differentiate: no output of the step has a gradient. Pass step=, a"
-                " function from module and batch to the loss, or backward=False."
-            )
+    copy, batch = module_with(module, _on_meta), batch_with(batch, _on_meta)
+    try:
+        with torch.device("meta"), MasksWithoutNumbers(), torch.enable_grad(), FlopTally() as tally:
+            loss = sum_of_outputs(run(copy, batch))
+            if loss is not None:
+                loss.backward()
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error).lower():
+            raise
+        raise ValueError(
+            "count_flops() could not run the step on the meta device, where tensors have no data"
+            f" ({_first_line(error)}). Count it as it runs: with lightning_mp.flops.flop_counter.FlopTally() as tally:"
+            " (forward and backward), then tally.count."
+        ) from error
+    if loss is None:
+        raise ValueError(
+            "count_flops() found nothing to differentiate: no output of the step has a gradient. Pass step=, a"
+            " function from module and batch to the loss."
+        )
     return tally.count
-
-
-# -- running a step ----------------------------------------------------------------------------------------------------
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
     return tensor.detach().to("meta")
-
-
-def _remember(module: nn.Module) -> tuple[list[tuple[nn.Parameter, Tensor | None]], list[tuple[Tensor, Tensor]]]:
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    return gradients, [(buffer, buffer.clone()) for buffer in module.buffers()]
-
-
-def _restore(
-    module: nn.Module, state: tuple[list[tuple[nn.Parameter, Tensor | None]], list[tuple[Tensor, Tensor]]]
-) -> None:
-    gradients, buffers = state
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
 
 
 def _first_line(error: BaseException) -> str:

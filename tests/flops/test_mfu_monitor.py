@@ -198,7 +198,7 @@ def test_hfu_adds_what_is_run_again(given: Any, model: int) -> None:
 def test_the_live_count_is_the_count_of_the_module() -> None:
     made, _, _ = train([1.0] * 2, [3] * 2)
     module, batch = TokenModel(), batches([3])[0]
-    assert made.flop_count == count_flops(module, batch, lambda m, b: m.training_step(b, 0), meta=False)
+    assert made.flop_count == count_flops(module, batch, lambda m, b: m.training_step(b, 0))
 
 
 PLUGINS = {

@@ -23,10 +23,11 @@ from transformers import (
     MobileNetV2ForImageClassification,
 )
 
-from lightning_mp.flops.flop_counter import FlopTally, count_flops
+from lightning_mp.flops.flop_counter import FlopCount, FlopTally, count_flops
 from lightning_mp.flops.model_shape import far_above_count, matmul_parameters, module_flops_per_token
 from lightning_mp.flops.operation_flops import operation_flops, score_flops
 from lightning_mp.language_model import GPT, GPTConfig
+from lightning_mp.modules.stand_ins import run_forward, sum_of_outputs
 from lightning_mp.planning import flops_per_token
 
 CONFIG = GPTConfig(2, 2, 32, block_tokens=40)
@@ -42,24 +43,32 @@ def language_batch(vocabulary: int, tokens: int = 10) -> dict[str, Tensor]:
     return {"input_ids": batch, "labels": batch}
 
 
+def as_it_runs(module: nn.Module, batch: Any, step: Any = run_forward) -> FlopCount:
+    with FlopTally() as tally:
+        loss = sum_of_outputs(step(module, batch))
+        assert loss is not None
+        loss.backward()
+    return tally.count
+
+
 # -- against formulas and torch's own counter --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("meta", [True, False])
-def test_a_gpt_equals_the_palm_formula_whatever_its_attention_kernel(meta: bool) -> None:
+@pytest.mark.parametrize("count", [count_flops, as_it_runs])
+def test_a_gpt_equals_the_palm_formula_whatever_its_attention_kernel(count: Any) -> None:
     """torch's counter, before 2.15, sees no attention at all in the kernel that the CPU uses."""
     model = GPT(CONFIG)
     weights = 12 * CONFIG.layers * CONFIG.width**2 + CONFIG.vocab * CONFIG.width
     expected = flops_per_token(weights, layers=CONFIG.layers, width=CONFIG.width, context_tokens=TOKENS)
-    fused = count_flops(model, ids(), meta=meta)
+    fused = count(model, ids())
     with sdpa_kernel(SDPBackend.MATH):
-        plain = count_flops(model, ids(), meta=meta)
+        plain = count(model, ids())
     assert fused.model == plain.model == BATCH * TOKENS * expected
     assert fused.backward == 2 * fused.forward
     assert plain.recompute == 0
     # The fused kernel of the CPU multiplies queries and keys again; on the meta device there is no such kernel.
     scores = 2 * BATCH * CONFIG.layers * TOKENS**2 * CONFIG.width
-    assert fused.recompute == (0 if meta else scores)
+    assert fused.recompute == (0 if count is count_flops else scores)
 
 
 def test_the_cpu_attention_is_what_torch_does_not_count() -> None:
@@ -177,7 +186,7 @@ def test_a_mixture_of_experts_counts_the_experts_that_a_token_meets() -> None:
     block = 2 * width**2 + 2 * width * key_width + met * 3 * width * inner + width * experts
     weights = 2 * block + width * vocabulary
     model = mixtral()
-    count = count_flops(model, language_batch(vocabulary), meta=False)
+    count = as_it_runs(model, language_batch(vocabulary))
     assert count.model == BATCH * 10 * flops_per_token(weights, layers=2, width=width, context_tokens=10)
     assert matmul_parameters(model).total == weights
     for convention in ("6N", "palm", "megatron"):
@@ -240,13 +249,13 @@ class Checkpointed(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.parametrize("count_of", [count_flops, as_it_runs])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recompute_is_kept_apart_and_stops_early(reentrant: bool, meta: bool) -> None:
+def test_recompute_is_kept_apart_and_stops_early(reentrant: bool, count_of: Any) -> None:
     """The last product of a block is not run again by a non-reentrant checkpoint: "times 4/3" overstates."""
     rows = 5
     first, product = 2 * rows * 64, 2 * rows * 128
-    count = count_flops(Checkpointed(reentrant=reentrant), torch.zeros(rows, 8), meta=meta)
+    count = count_of(Checkpointed(reentrant=reentrant), torch.zeros(rows, 8))
     assert count.forward == first + 2 * product
     assert count.backward == first + 4 * product
     assert count.recompute == (2 if reentrant else 1) * product
@@ -260,7 +269,7 @@ def test_a_hugging_face_model_with_gradient_checkpointing() -> None:
     )
     batch = language_batch(31)
     with sdpa_kernel(SDPBackend.MATH):
-        without, count = (count_flops(model, batch, meta=False) for model in (plain, checkpointed))
+        without, count = (as_it_runs(model, batch) for model in (plain, checkpointed))
     assert count.model == without.model
     assert without.recompute == 0
     # All but the head and, in each of two blocks, the last matrix of the MLP.
@@ -281,7 +290,7 @@ def test_formats_are_those_that_products_ran_in() -> None:
         return out
 
     module = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 2))
-    count = count_flops(module, torch.zeros(5, 8), step, meta=False)
+    count = as_it_runs(module, torch.zeros(5, 8), step)
     # Each forward and its weight gradient, and in fp32 the gradient of the hidden layer.
     assert count.by_format == {"bf16": 2 * (2 * 5 * 8 * 64), "fp32": 3 * (2 * 5 * 64 * 2)}
     assert count.main_format == "bf16"
@@ -295,25 +304,19 @@ def test_a_step_with_its_loss() -> None:
     assert count_flops(model, batch, step) == count_flops(model, batch)
 
 
-@pytest.mark.parametrize("meta", [True, False])
-def test_nothing_is_left_behind(meta: bool) -> None:
+def test_nothing_is_left_behind() -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
     gradient = torch.ones(8, 8)
     module[0].weight.grad = gradient
     before = {name: value.clone() for name, value in module.state_dict().items()}
     state = torch.get_rng_state()
-    count_flops(module, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), meta=meta)
+    count_flops(module, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
     assert module[0].weight.grad is gradient
     assert torch.equal(gradient, torch.ones(8, 8))
     assert module[3].weight.grad is None
     for name, value in module.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_forward_alone() -> None:
-    count = count_flops(nn.Linear(8, 4), torch.zeros(3, 8), backward=False)
-    assert (count.forward, count.backward) == (2 * 3 * 32, 0)
 
 
 @pytest.mark.full
@@ -337,9 +340,9 @@ class CountsTokens(nn.Linear):
 
 def test_shapes_that_depend_on_numbers_need_the_numbers() -> None:
     module, batch = CountsTokens(1, 1), torch.tensor([[1.0], [-1.0], [1.0]])
-    with pytest.raises(ValueError, match=r"could not run the step on the meta device.*Pass meta=False with a real"):
+    with pytest.raises(ValueError, match=r"could not run the step on the meta device.*Count it as it runs: with"):
         count_flops(module, batch)
-    assert count_flops(module, batch, meta=False).forward == 2 * 2
+    assert as_it_runs(module, batch).forward == 2 * 2
 
 
 def test_nothing_to_differentiate_is_said() -> None:
@@ -349,7 +352,7 @@ def test_nothing_to_differentiate_is_said() -> None:
 
 def test_an_error_of_the_module_stays_what_it_is() -> None:
     with pytest.raises(RuntimeError, match="must have same reduction dim|shapes cannot be multiplied"):
-        count_flops(nn.Linear(2, 2), torch.zeros(1, 3), meta=False)
+        count_flops(nn.Linear(2, 2), torch.zeros(1, 3))
 
 
 def test_operations_without_a_formula_are_named() -> None:
@@ -482,7 +485,7 @@ def test_a_causal_model_of_hugging_face_is_counted_without_numbers(make: Any, pa
         batch["attention_mask"][0, -3:] = 0
     model = make()
     model.config.use_cache = False  # with a cache its length is asked for instead
-    assert count_flops(model, batch).model == count_flops(model, batch, meta=False).model
+    assert count_flops(model, batch).model == as_it_runs(model, batch).model
 
 
 def test_a_module_without_a_shape_says_what_to_give() -> None:
