@@ -29,16 +29,8 @@ def import_function(path: str, option: str) -> Callable[[], Any]:
     found: Callable[..., Any] = getattr(module, function)
     if not callable(found):
         raise ValueError(f"{option} {path} must be a function, got {found!r} of type {type(found).__name__}")
-    needed = _needed_arguments(found)
-    if needed:
-        raise ValueError(f"{option} {path} must be a function without arguments, but it needs {', '.join(needed)}")
-    return found
-
-
-def _needed_arguments(function: Callable[..., Any]) -> list[str]:
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # not every function in C has one
-        return []
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+        inspect.signature(found).bind()
+    except TypeError as error:
+        raise ValueError(f"{option} {path} must be a function without arguments ({error})") from None
+    return found

@@ -1,6 +1,7 @@
 """Is one precision worse than another? The paired difference of final losses, its interval, and the verdict."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,13 +96,8 @@ class PairedDifference:
             return 0
         if self.seeds < 2:
             return 2
-        if not self._would_decide(_MOST_SEEDS):
-            return None
-        too_few, enough = self.seeds, _MOST_SEEDS
-        while enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            too_few, enough = (too_few, middle) if self._would_decide(middle) else (middle, enough)
-        return enough - self.seeds
+        more = 1 + bisect_left(range(self.seeds + 1, _MOST_SEEDS + 1), True, key=self._would_decide)
+        return more if self.seeds + more <= _MOST_SEEDS else None
 
     def _would_decide(self, seeds: int) -> bool:
         quantiles = [student_t_quantile(p, seeds - 1) for p in ((1 + self.confidence) / 2, _POWER)]

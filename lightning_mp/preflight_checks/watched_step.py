@@ -201,7 +201,10 @@ class WatchedStep:
         """Runs it once."""
         with random_state_kept(torch.device("cpu")), ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            stack.enter_context(_quiet(logging.getLogger("torch._subclasses.fake_tensor")))
+            # What fake tensors cannot do is in the report; torch logs it as well, with its stack.
+            logger = logging.getLogger("torch._subclasses.fake_tensor")
+            stack.callback(setattr, logger, "disabled", logger.disabled)
+            logger.disabled = True
             try:
                 self.samples = simulate_step(
                     self._module,
@@ -374,16 +377,6 @@ class WatchedStep:
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._runs_own_code:
             self._raw_steps.append(type(optimizer).__name__)
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """What fake tensors cannot do is in the report; torch logs it as well, with its stack."""
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _is_overridden(module: "pl.LightningModule", name: str) -> bool:

@@ -66,7 +66,10 @@ def text(tmp_path_factory):
             "must return (module, data) or (module, data, val_data), got ",
         ),
         (["--module", f"{__name__}:TINY"], ":TINY must be a function, got ['--params', '9264',"),
-        (["--module", f"{__name__}:of_a_size"], ":of_a_size must be a function without arguments, but it needs size"),
+        (
+            ["--module", f"{__name__}:of_a_size"],
+            ":of_a_size must be a function without arguments (missing a required argument: 'size')",
+        ),
         (["--accelerator", "tpu"], "--accelerator 'tpu' is not available here"),
     ],
 )

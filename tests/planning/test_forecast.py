@@ -184,7 +184,7 @@ def test_noise_remembers_as_long_as_before_three_constants_were_fitted(
         noise = noise_with_memory(150, correlation, torch.Generator().manual_seed(seed))
         residuals = noise - basis @ (basis.T @ noise)
         found = CorrelatedNoise.of(residuals, design)
-        again = found.draw(100, 150, torch.Generator().manual_seed(seed))
+        again = found.draw(100, torch.Generator().manual_seed(seed))
         shown.append(float(residuals.square().mean()))
         memories.append(float((found.memory * (1 - found.white_share) * found.probability).sum()))
         variances.append(float(again.square().mean(1).median()))
@@ -195,7 +195,7 @@ def test_noise_remembers_as_long_as_before_three_constants_were_fitted(
 
 
 def test_restricted_likelihood_is_that_of_dense_matrices() -> None:
-    """Patterson and Thompson 1971, by Cholesky factors of the whole covariance."""
+    """Patterson and Thompson 1971, by the inverse of the whole covariance."""
     generator = torch.Generator().manual_seed(0)
     design = torch.randn(12, 3, generator=generator, dtype=torch.float64)
     residuals = torch.randn(12, generator=generator, dtype=torch.float64)

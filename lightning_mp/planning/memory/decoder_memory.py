@@ -5,6 +5,7 @@ These are formulas, for use before there is a module; with a module,
 :class:`~lightning_mp.planning.parallelism.parallel_layout.ParallelLayout`, with or without recomputed blocks.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
@@ -27,6 +28,7 @@ _ADAM_STATES = 2
 _LOSS_BYTES = 8  # fp32 logits, and their gradient
 _REDUCED_BYTES = 4
 _UNITS_AT_ONCE = 2
+_MOST_SEQUENCES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +172,7 @@ def largest_micro_batch(
         memory = decoder_memory(config, layout, sequences=sequences, context_tokens=context_tokens, precision=precision)
         return memory.verdict(available) == "fits"
 
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high) and high < 2**20:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect_left(range(1, _MOST_SEQUENCES), True, key=lambda sequences: not fits(sequences))
 
 
 def check_memory_bytes(memory_bytes: float) -> None:

@@ -269,18 +269,12 @@ def _law(theta: Tensor, runs: Sequence[Run]) -> ParametricLaw:
 def _bootstrap(logs: LogRuns, best: Tensor, samples: int, seed: int) -> Solutions:
     generator = torch.Generator().manual_seed(seed)
     count = len(logs.loss)
-    parts = []
-    for size in _chunks(samples, max(1, _CHUNK_ELEMENTS // count)):
-        drawn = torch.randint(count, (size, count), generator=generator)
-        weights = torch.zeros(size, count, dtype=torch.float64)
-        weights.scatter_add_(1, drawn, torch.ones(size, count, dtype=torch.float64))
-        parts.append(minimise(logs, best.expand(size, PARAMETERS), weights))
+    drawn = torch.randint(count, (samples, count), generator=generator)
+    weights = torch.zeros(samples, count, dtype=torch.float64)
+    weights.scatter_add_(1, drawn, torch.ones(samples, count, dtype=torch.float64))
+    chunks = weights.split(max(1, _CHUNK_ELEMENTS // count))
+    parts = [minimise(logs, best.expand(len(chunk), PARAMETERS), chunk) for chunk in chunks]
     return Solutions(**{name: torch.cat([vars(part)[name] for part in parts]) for name in vars(parts[0])})
-
-
-def _chunks(total: int, largest: int) -> list[int]:
-    whole, rest = divmod(total, largest)
-    return [largest] * whole + [rest] * (rest > 0)
 
 
 def _outliers(runs: Sequence[Run], residuals: Tensor, noise: float, law: ParametricLaw) -> tuple[Outlier, ...]:

@@ -36,14 +36,15 @@ class CorrelatedNoise:
 
     A fitted curve bends towards noise with a memory, so its residuals show less of both than there is. The restricted
     likelihood (Patterson and Thompson 1971, "Recovery of inter-block information when block sizes are unequal") allows
-    for the constants that were fitted. It is computed by a Kalman filter on a grid of rho and w. Draws take rho, w and
-    the variance in proportion to it, so what the residuals leave open about the noise is in them.
+    for the constants that were fitted. It is computed on a grid of rho and w. Draws take rho, w and the variance in
+    proportion to it, so what the residuals leave open about the noise is in them.
     """
 
     memory: Tensor  # rho, shape `[rows]`
     white_share: Tensor  # w, shape `[rows]`
     probability: Tensor  # of each pair, shape `[rows]`
     squares: Tensor  # sum of squares of the residuals without their memory, shape `[rows]`
+    factors: Tensor  # Cholesky factors of the correlation between points, shape `[rows, points, points]`
     freedom: int  # how many of them are independent: points less fitted constants
 
     @classmethod
@@ -64,8 +65,13 @@ class CorrelatedNoise:
         points, constants = design.shape
         orthonormal, _ = torch.linalg.qr(design)
         columns = torch.cat([residuals[:, None], orthonormal], dim=1)
-        whitened, log_variances = _whiten(columns, memory, white_share)
-        products = torch.einsum("tri,trj->rij", whitened, whitened)
+        place = torch.arange(points, dtype=torch.float64)
+        remembered = memory[:, None, None] ** (place[:, None] - place).abs()
+        share = white_share[:, None, None]
+        factors = torch.linalg.cholesky((1 - share) * remembered + share * torch.eye(points, dtype=torch.float64))
+        log_variances = 2 * factors.diagonal(dim1=1, dim2=2).log().sum(1)
+        whitened = torch.linalg.solve_triangular(factors, columns, upper=False)
+        products = whitened.mT @ whitened
         information = products[:, 1:, 1:]
         projected = torch.linalg.solve(information, products[:, 1:, :1])
         squares = (products[:, 0, 0] - (products[:, 0, 1:] * projected[:, :, 0]).sum(1)).clamp_min(1e-300)
@@ -73,38 +79,19 @@ class CorrelatedNoise:
         log_likelihood = -0.5 * (log_variances + torch.logdet(information) + freedom * squares.log())
         # Beforehand noise without memory is as likely as eight pairs with one: it is one point of the grid against 33.
         log_prior = torch.where(memory > 0, 1.0, 8.0).log()
-        return cls(memory, white_share, (log_likelihood + log_prior).softmax(0), squares, freedom)
+        return cls(memory, white_share, (log_likelihood + log_prior).softmax(0), squares, factors, freedom)
 
-    def draw(self, samples: int, points: int, generator: torch.Generator) -> Tensor:
+    def draw(self, samples: int, generator: torch.Generator) -> Tensor:
         """More noise of the same kind, shape ``[samples, points]``."""
         rows = torch.multinomial(self.probability, samples, replacement=True, generator=generator)
-        memory, white_share = self.memory[rows], self.white_share[rows]
-        normal = torch.randn(samples, 2 * points + self.freedom, generator=generator, dtype=torch.float64)
+        points = self.factors.shape[1]
+        normal = torch.randn(samples, points + self.freedom, generator=generator, dtype=torch.float64)
         # The sum of squares over chi-squared: what is not known of the variance.
-        variance = self.squares[rows] / normal[:, 2 * points :].square().sum(1)
-        remembered = normal[:, :points].T.contiguous()
-        fresh = (1 - memory.square()).sqrt()
-        for earlier, later in pairwise(remembered):
-            later.mul_(fresh).add_(memory * earlier)
-        white = normal[:, points : 2 * points]
-        mixed = (1 - white_share).sqrt()[:, None] * remembered.T + white_share.sqrt()[:, None] * white
-        return variance.sqrt()[:, None] * mixed
-
-
-def _whiten(columns: Tensor, memory: Tensor, white_share: Tensor) -> tuple[Tensor, Tensor]:
-    """Innovations of every column under every pair, ``[points, rows, columns]``, and the sum of log variances."""
-    mean = torch.zeros(len(memory), columns.shape[1], dtype=torch.float64)
-    variance, fresh = 1 - white_share, (1 - memory.square()) * (1 - white_share)
-    innovations, variances = [], []
-    for values in columns:
-        total = variance + white_share
-        gain = variance / total
-        innovation = values - mean
-        innovations.append(innovation / total.sqrt()[:, None])
-        variances.append(total)
-        mean = memory[:, None] * (mean + gain[:, None] * innovation)
-        variance = memory.square() * (variance - gain * variance) + fresh
-    return torch.stack(innovations), torch.stack(variances).log().sum(0)
+        deviation = (self.squares[rows] / normal[:, points:].square().sum(1)).sqrt()
+        noise = normal[:, :points]
+        for row in rows.unique().tolist():
+            noise[rows == row] = noise[rows == row] @ self.factors[row].T
+        return deviation[:, None] * noise
 
 
 MIN_POINTS = 20
@@ -187,7 +174,7 @@ def forecast_loss(
     fit = _fit_robustly(x, loss)
     expected, fitted = float(fit.at(at)), fit.at(x)[0]
     noise = CorrelatedNoise.of(loss - fitted, _derivatives(x, fit.beta[0]))
-    again = fitted + noise.draw(samples, len(x), torch.Generator().manual_seed(seed))
+    again = fitted + noise.draw(samples, torch.Generator().manual_seed(seed))
     # Of the law without noise too: what the grid of exponents leaves is in both.
     refitted = _fit(x, torch.cat([fitted[None], again])).at(at)[:, 0]
     tail = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64)
