@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,14 +11,12 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.comparison.compare import versions
 from lightning_mp.core.devices import available_device_type
 from lightning_mp.demo.history import HISTORY_KEY
-from lightning_mp.demo.settings import CLIP_NORM, Settings
+from lightning_mp.demo.settings import Settings
 from lightning_mp.language_model import GPTConfig
-from lightning_mp.language_model.text import BLOCK_TOKENS, Corpus, HeldOutBatches, TextBatches, TextData, load_text
+from lightning_mp.language_model.text import BLOCK_TOKENS, Corpus, HeldOutBatches, TextBatches, load_text
 
-_VALIDATIONS = 12
 _SMALL_MODEL_PARAMETERS = 1_000_000
 
 
@@ -33,37 +31,6 @@ class Job:
     max_seconds: float | None = None
     resumed_from: Path | None = None
     resumed_tokens: int = 0
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What goes into the files of the run, as plain values."""
-        return {
-            "settings": asdict(self.settings),
-            "plan": asdict(self.settings.plan),
-            "text": {"source": self.corpus.source, "digest": self.corpus.digest},
-            "versions": versions(),
-        }
-
-    @property
-    def data(self) -> TextData:
-        """The batches of the run."""
-        settings = self.settings
-        return TextData(self.corpus, settings.batch_size, settings.plan.micro_batches, settings.seed)
-
-    @property
-    def trainer_options(self) -> dict[str, Any]:
-        """What the Trainer of the run and that of ``--compare`` have in common."""
-        plan, first_window = self.settings.plan, self.settings.accumulation[0]
-        return {
-            "accelerator": self.accelerator,
-            "devices": self.settings.devices,
-            "gradient_clip_val": CLIP_NORM,
-            # the whole run is one epoch, see TextData; before its first step there is nothing to validate
-            "val_check_interval": min(max(-(-plan.micro_batches // _VALIDATIONS), first_window), plan.micro_batches),
-            "check_val_every_n_epoch": None,
-            "num_sanity_val_steps": 0,
-            "enable_model_summary": False,
-        }
 
 
 def prepare(

@@ -22,15 +22,17 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 import lightning_mp as mp
 from lightning_mp.checkpoints import latest_checkpoint
+from lightning_mp.comparison.compare import versions
 from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
 from lightning_mp.demo.history import InjectOverflow, RunHistory, say
 from lightning_mp.demo.prepare import Job
 from lightning_mp.demo.report import format_table, plot_of, summarise
-from lightning_mp.demo.settings import WARMUP_SHARE, Settings
-from lightning_mp.language_model import LanguageModel, generate, peak_learning_rate
+from lightning_mp.demo.settings import ACCUMULATION, CLIP_NORM, WARMUP_SHARE, Settings
+from lightning_mp.language_model import LanguageModel, TextData, generate, peak_learning_rate
 
 _SAMPLE_TOKENS = 200
 _CHECKPOINTS = 10
+_VALIDATIONS = 12
 
 _WARNINGS_ABOUT_NOTHING = (
     r"Checkpoint directory .* exists and is not empty",  # a resumed run writes where it read
@@ -64,7 +66,7 @@ def run_job(job: Job, extra_callbacks: Sequence[Callback] = ()) -> int:
 
 def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
     """Builds the Trainer."""
-    settings, folder, on_terminal = job.settings, job.folder, sys.stdout.isatty()
+    settings, plan, folder, on_terminal = job.settings, job.settings.plan, job.folder, sys.stdout.isatty()
     budget = mp.ChinchillaBudget(tokens_per_parameter=settings.tokens_per_parameter)
     speed, stop = mp.MFUMonitor(), mp.StopAtBoundary(signals=["SIGINT"], max_seconds=job.max_seconds)
     loggers: list[Any] = [CSVLogger(folder, name="csv")]
@@ -77,30 +79,47 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         callbacks=[
             mp.OverflowMonitor(),
             mp.OverflowPostMortem(dirpath=folder),
-            mp.AccumulationScheduler(settings.accumulation, unit="step"),
+            mp.AccumulationScheduler(ACCUMULATION, unit="step"),
             budget,
             # The cosine ends where the run ends: Hoffmann et al. 2022 (arXiv:2203.15556), appendix B, find that a cycle
             # more than 25% too long clearly hurts. The first step's rate is not 0, so that it does something.
             mp.TokenLearningRate(mp.WarmupCosine(warmup=WARMUP_SHARE, final=0.1, start=0.02)),
             speed,
-            RunHistory(folder / "history.json", job.facts, budget, stop, speed),
+            RunHistory(folder / "history.json", _facts(job), budget, stop, speed),
             *extra_callbacks,
             ModelCheckpoint(
                 folder / "checkpoints",
                 filename="step-{step}",
                 auto_insert_metric_name=False,
-                every_n_train_steps=-(-settings.plan.optimizer_steps // _CHECKPOINTS),
+                every_n_train_steps=-(-plan.optimizer_steps // _CHECKPOINTS),
             ),
             stop,
             InjectOverflow(settings),
             *([_ProgressBar(refresh_rate=5)] if on_terminal else []),
         ],
         logger=loggers,
-        log_every_n_steps=min(10, settings.plan.micro_batches),
+        log_every_n_steps=min(10, plan.micro_batches),
         enable_progress_bar=on_terminal,
         default_root_dir=folder,
-        **job.trainer_options,
+        accelerator=job.accelerator,
+        devices=settings.devices,
+        gradient_clip_val=CLIP_NORM,
+        # the whole run is one epoch, see TextData; before its first step there is nothing to validate
+        val_check_interval=min(max(-(-plan.micro_batches // _VALIDATIONS), ACCUMULATION[0]), plan.micro_batches),
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
     )
+
+
+def _facts(job: Job) -> dict[str, Any]:
+    """What goes into the files of the run, as plain values."""
+    return {
+        "settings": asdict(job.settings),
+        "plan": asdict(job.settings.plan),
+        "text": {"source": job.corpus.source, "digest": job.corpus.digest},
+        "versions": versions(),
+    }
 
 
 class _ProgressBar(TQDMProgressBar):
@@ -142,13 +161,14 @@ def fit(trainer: pl.Trainer, job: Job) -> None:
 
     If Lightning or the pack refuses the combination, nothing is left behind.
     """
-    shape = job.settings.model
+    settings, shape = job.settings, job.settings.model
+    data = TextData(job.corpus, settings.batch_size, settings.plan.micro_batches, settings.seed)
     # TokenLearningRate sets the rate
     model = LanguageModel(**asdict(shape), learning_rate=peak_learning_rate(shape.parameters), total_steps=None)
     new_folders = [folder for folder in (job.folder, *job.folder.parents) if not folder.exists()]
     try:
         with interrupts_kept():
-            trainer.fit(model, job.data, ckpt_path=job.resumed_from, weights_only=True)
+            trainer.fit(model, data, ckpt_path=job.resumed_from, weights_only=True)
     except (MisconfigurationException, ProcessRaisedException) as error:
         # ddp_fork and ddp_spawn bring the traceback of another process as text
         _, found, refusal = str(error).rpartition("MisconfigurationException: ")

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_mp.modules.state import module_kept
@@ -52,12 +53,12 @@ def inspect_data(
         batch = dict(zip(data, batches, strict=True)) if isinstance(data, Mapping) else batches
         return FoundData(batch, data, max(lengths) if len(lengths) == len(parts) else None)
     if isinstance(data, DataLoader):
-        number = _length(data)
+        number = sized_len(data)
         if number is not None and shards_samples and _is_sharded_by_lightning(data):
             number = -(-number // data_ranks)
         return FoundData(_first_batch(data), data, number)
     if _is_loader(data):
-        return FoundData(_next(iter(data)), data, _length(data))
+        return FoundData(_next(iter(data)), data, sized_len(data))
     return FoundData(data)
 
 
@@ -74,13 +75,6 @@ def _values(loaders: Any) -> list[Any]:
 def _is_loader(data: Any) -> bool:
     """Batches of other classes can be moved to a device; loaders cannot."""
     return hasattr(data, "__iter__") and not hasattr(data, "to") and not isinstance(data, Mapping | Sequence)
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _is_sharded_by_lightning(loader: "DataLoader[Any]") -> bool:

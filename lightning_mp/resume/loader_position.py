@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -151,15 +152,11 @@ class LoaderPosition:
     def _description(self) -> dict[str, Any]:
         """What must be the same to continue."""
         loader = self._loader
-        try:
-            length: int | None = len(loader.dataset)  # type: ignore[arg-type]
-        except (TypeError, NotImplementedError):
-            length = None
         batch_size = loader.batch_size if loader.batch_size is not None else getattr(self.sampler, "batch_size", None)
         # The state of a generator depends on how many batches are fetched ahead.
         workers = loader.num_workers if self._generators() else min(loader.num_workers, 1)
         return {
-            "the dataset's length": length,
+            "the dataset's length": sized_len(loader.dataset),
             "batch size times ranks": batch_size * self._num_data_ranks if isinstance(batch_size, int) else None,
             "num_workers" if self._generators() else "the number of workers (0, or any)": workers,
             "the number of generators": len(self._generators()),

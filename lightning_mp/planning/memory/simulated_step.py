@@ -199,6 +199,17 @@ class _GroupedProduct(torch.autograd.Function):
         return torch.empty_like(rows), torch.empty_like(weights)
 
 
+@contextmanager
+def _without_one_dnn() -> Iterator[None]:
+    """An LSTM is taken step by step: what a fused kernel keeps, oneDNN's or cuDNN's, fake tensors do not show."""
+    set_flags: Callable[..., Sequence[Any]] = torch.backends.mkldnn.set_flags
+    was_enabled = set_flags(_enabled=False, _fp32_precision=None)[0]
+    try:
+        yield
+    finally:
+        set_flags(_enabled=was_enabled, _fp32_precision=None)
+
+
 StepFunction = Callable[[nn.Module, Any], Any]
 _KNOWN: tuple[Part, ...] = ("weights", "buffers", "batch", "weight casts", "gradients", "masters", "optimizer states")
 
@@ -233,15 +244,13 @@ def simulate_step(
     live.add("buffers", model.module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(enabled=True))
-        # An LSTM is taken step by step: what a fused kernel keeps, oneDNN's or cuDNN's, fake tensors do not show.
-        set_one_dnn: Callable[..., Sequence[Any]] = torch.backends.mkldnn.set_flags
-        was_enabled = set_one_dnn(_enabled=False, _fp32_precision=None)[0]
-        stack.callback(set_one_dnn, _enabled=was_enabled, _fp32_precision=None)
-        stack.enter_context(private_api.observe_dispatch(live.after_operation))
-        stack.enter_context(fake)
-        stack.enter_context(GroupedProducts())
+    with (
+        torch.random.fork_rng(enabled=True),
+        _without_one_dnn(),
+        private_api.observe_dispatch(live.after_operation),
+        fake,
+        GroupedProducts(),
+    ):
         _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
     gradients = live.bytes_by_part.get("gradients", 0)
     for one in optimizers:
