@@ -120,13 +120,6 @@ class OperationNotes:
 
     Where a checkpoint restores the random state for what it runs again, as it should, random operations see states
     that they saw in the forward. Fake tensors draw none, so each random operation moves the generator here.
-
-    >>> from lightning_mp.core.private_api import observe_dispatch
-    >>> notes = OperationNotes()
-    >>> with observe_dispatch(notes.after_operation):
-    ...     loss = torch.ones(3).sum() / 4
-    >>> notes.divisor_of(loss)
-    4.0
     """
 
     def __init__(self) -> None:

@@ -349,17 +349,7 @@ def read_config(path: str | Path) -> Mapping[str, Any]:
 
 
 def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a :class:`~lightning_mp.planning.DecoderConfig` that a configuration gives.
-
-    Warns:
-        UserWarning: the kind of model is not known, so that some is taken to be as in Llama.
-
-    >>> fields = decoder_fields({"model_type": "gemma", "num_hidden_layers": 18, "hidden_size": 2048,
-    ...                          "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256,
-    ...                          "intermediate_size": 16384, "vocab_size": 256000})
-    >>> fields["kv_heads"], fields["tied_head"]
-    (1, True)
-    """
+    """The arguments of a :class:`~lightning_mp.planning.DecoderConfig` that a configuration gives."""
     values: Mapping[str, Any] = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
     kind = str(values.get("model_type", ""))
     _refuse_other_models(config, values, kind)

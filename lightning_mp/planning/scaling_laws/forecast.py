@@ -49,17 +49,7 @@ class CorrelatedNoise:
 
     @classmethod
     def of(cls, residuals: Tensor, design: Tensor) -> "CorrelatedNoise":
-        """From the residuals ``[points]`` of a fit and its derivatives by the constants ``[points, constants]``.
-
-        Smoothed noise remembers:
-
-        >>> white = torch.randn(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        >>> smooth = white.unfold(0, 10, 1).mean(1)
-        >>> line = torch.stack([torch.ones(300), torch.arange(300)], 1).double()
-        >>> noises = [CorrelatedNoise.of(white, line), CorrelatedNoise.of(smooth, line[:291])]
-        >>> [round(float((noise.memory * noise.probability).sum()), 1) for noise in noises]
-        [0.0, 0.9]
-        """
+        """From the residuals ``[points]`` of a fit and its derivatives by the constants ``[points, constants]``."""
         pairs = [(0.0, 0.0), *((rho, w) for rho in _MEMORIES for w in _WHITE_SHARES)]
         memory, white_share = torch.tensor(pairs, dtype=torch.float64).T
         points, constants = design.shape
