@@ -18,7 +18,7 @@ def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     state = optimizer.state_dict()
     values: dict[int, dict[str, Any]] = {}
     for number, of_parameter in state["state"].items():
-        gathered = {name: _whole(value) for name, value in of_parameter.items()}
+        gathered = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in of_parameter.items()}
         if keep:
             values[number] = {
                 name: value.cpu() if isinstance(value, Tensor) else value for name, value in gathered.items()
@@ -90,10 +90,6 @@ def _split(name: str, value: Any, parameter: Tensor) -> Any:
         )
     whole = value.to(parameter.device)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def refuse_other_names(owner: str, *, missing: Iterable[str], unexpected: Iterable[str]) -> None:

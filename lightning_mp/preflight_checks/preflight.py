@@ -21,7 +21,7 @@ from lightning_mp.planning.memory.estimate import reserved_range, under_ddp, und
 from lightning_mp.planning.memory.live_storages import MemorySample
 from lightning_mp.preflight_checks.checks import check_everything
 from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
-from lightning_mp.preflight_checks.found import Found, FoundBudget, FoundCheckpoint, FoundMemory, FoundRun, FoundStep
+from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundMemory, FoundRun, FoundStep
 from lightning_mp.preflight_checks.report import PreflightReport
 from lightning_mp.preflight_checks.trainer_facts import (
     available_bytes,
@@ -33,7 +33,6 @@ from lightning_mp.preflight_checks.trainer_facts import (
     layers_of,
     precision_of,
     run_of,
-    seen_in_a_step,
     storage_of,
     untied_embeddings,
     weights_of,
@@ -73,20 +72,19 @@ class TrainerInspection:
         run = run_of(trainer, module, given)
         watched = self._attempt("training step", lambda: self._watch(given, run)) if given is not None else None
         built = module if watched is None or watched.copy is None or list(module.parameters()) else watched.copy
-        weights = weights_of(built)
-        if watched is not None and watched.optimized is not None:
-            weights = seen_in_a_step(weights, watched.optimized, watched.with_gradient)
+        optimized = watched.optimized if watched is not None else None
+        with_gradient = watched.with_gradient if watched is not None and optimized is not None else None
         return Found(
             device=self._device,
             precision=precision_of(trainer, module),
             run=run,
-            weights=weights,
+            weights=weights_of(built, optimized, with_gradient),
             layers=layers_of(built),
             in_eval=layers_in_eval(built),
             untied=untied_embeddings(built),
             step=self._step(watched, given, run),
             schedulers=watched.schedulers if watched is not None else (),
-            budget=self._attempt("budget", lambda: self._budget(given)),
+            budget=self._attempt("budget", lambda: given and budget_of(trainer, module, given.batch)),
             memory=self._attempt("memory", lambda: self._memory(watched)),
             checkpoint=self._attempt("checkpoint", lambda: self._checkpoint(watched, ckpt_path)),
             dtype_error=self._dtype_error,
@@ -165,9 +163,6 @@ class TrainerInspection:
             return found
         again = self._watch(data, run, window=int(found.loss_divisor) + 1).found
         return replace(found, divisor_follows=again is not None and again.loss_divisor == found.loss_divisor + 1)
-
-    def _budget(self, data: FoundData | None) -> FoundBudget | None:
-        return None if data is None else budget_of(self._trainer, self._module, data.batch)
 
     def _memory(self, watched: WatchedStep | None) -> FoundMemory | None:
         available = available_bytes(self._trainer, self._device, self._device_name)

@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,10 @@ from lightning_mp.tokens.batch_tokens import shifts_labels_inside
 from lightning_mp.tokens.loss_weighting import Weighting
 
 
-def weights_of(module: nn.Module) -> tuple[FoundWeight, ...]:
-    """Every parameter once."""
+def weights_of(
+    module: nn.Module, optimized: frozenset[str] | None = None, with_gradient: frozenset[str] | None = None
+) -> tuple[FoundWeight, ...]:
+    """Every parameter once, with what a step has shown of it."""
     names: dict[Tensor, list[str]] = {}
     for owner, part in named_modules(module):
         for name, parameter in part.named_parameters(recurse=False):
@@ -47,6 +48,8 @@ def weights_of(module: nn.Module) -> tuple[FoundWeight, ...]:
             elements=0 if nn.parameter.is_lazy(parameter) else parameter.numel(),
             is_trainable=parameter.requires_grad,
             memory=_address(parameter),
+            is_optimized=None if optimized is None else not optimized.isdisjoint(own),
+            has_gradient=None if with_gradient is None else not with_gradient.isdisjoint(own),
         )
         for parameter, own in names.items()
     )
@@ -57,20 +60,6 @@ def _address(parameter: Tensor) -> int | None:
     if type(parameter) is not nn.Parameter or parameter.device.type == "meta" or not parameter.numel():
         return None
     return parameter.data_ptr() or None
-
-
-def seen_in_a_step(
-    weights: tuple[FoundWeight, ...], optimized: frozenset[str], with_gradient: frozenset[str] | None
-) -> tuple[FoundWeight, ...]:
-    """The same weights, with what a step has shown of them."""
-    return tuple(
-        replace(
-            weight,
-            is_optimized=not optimized.isdisjoint(weight.names),
-            has_gradient=None if with_gradient is None else not with_gradient.isdisjoint(weight.names),
-        )
-        for weight in weights
-    )
 
 
 def layers_of(module: nn.Module) -> tuple[FoundLayer, ...]:
