@@ -126,11 +126,9 @@ def compare_precisions(
     )
     chosen = _seeds(seeds)
     _check(experiment, steps=steps, rounds=rounds, margin=margin, confidence=confidence, file=file, monitor=monitor)
-    shown = None if progress is None else not progress
-    with (
-        random_state_kept(experiment.device),
-        tqdm(total=0, unit="step", dynamic_ncols=True, leave=False, disable=shown) as bar,
-    ):
+    disable = None if progress is None else not progress  # None: where there is no terminal
+    bar = tqdm(total=0, unit="step", dynamic_ncols=True, leave=False, disable=disable)
+    with random_state_kept(experiment.device), bar:
         first = _first_run(experiment, steps, monitor)
         run_file = None if file is None else RunFile(Path(file), _settings(experiment, steps, monitor, first))
         costs, reference = measure_costs(experiment, first.first_batch, rounds, bar)
