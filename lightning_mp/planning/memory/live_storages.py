@@ -1,11 +1,11 @@
 """Which storages are alive while operations run, how many bytes they have, and what each of them is for."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
-from weakref import ReferenceType, ref
+from weakref import finalize
 
 from torch import Tensor, strided
 
@@ -53,8 +53,7 @@ class LiveStorages:
     """
 
     def __init__(self) -> None:
-        # The weak references are kept, because a dropped one reports nothing.
-        self._known: dict[int, tuple[ReferenceType[Any], int, Part | None]] = {}
+        self._known: dict[int, tuple[int, Part | None]] = {}
         self._bytes = Counter[Part]()
         self.phase = "forward"
         self.samples: list[MemorySample] = []
@@ -69,16 +68,15 @@ class LiveStorages:
         for tensor in _with_storage(tensors):
             storage = tensor.untyped_storage()
             key = id(storage)
-            known = self._known.get(key)
-            if known is not None:
-                reference, size, before = known
+            if key in self._known:
+                size, before = self._known[key]
                 if before in unless:
                     continue
                 self._count(before, -size)
-                self._known[key] = reference, size, part
             else:
                 size = storage.nbytes()
-                self._known[key] = ref(storage, self._forget(key)), size, part
+                finalize(storage, self._forget, key).atexit = False
+            self._known[key] = size, part
             self._count(part, size)
 
     def after_operation(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -101,20 +99,15 @@ class LiveStorages:
 
     def _part_of(self, tensor: Tensor) -> Part | None:
         known = self._known.get(id(tensor.untyped_storage()))
-        return known[2] if known is not None else None
+        return known[1] if known is not None else None
 
     def _count(self, part: Part | None, size: int) -> None:
         if part is not None:
             self._bytes[part] += size
 
-    def _forget(self, key: int) -> Callable[[ReferenceType[Any]], None]:
-        def forget(reference: ReferenceType[Any]) -> None:
-            known = self._known.get(key)
-            if known is not None and known[0] is reference:
-                del self._known[key]
-                self._count(known[2], -known[1])
-
-        return forget
+    def _forget(self, key: int) -> None:
+        size, part = self._known.pop(key)
+        self._count(part, -size)
 
 
 def _with_storage(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
