@@ -126,8 +126,8 @@ def compare_precisions(
     )
     chosen = _seeds(seeds)
     _check(experiment, steps=steps, rounds=rounds, margin=margin, confidence=confidence, file=file, monitor=monitor)
-    disable = None if progress is None else not progress  # None: where there is no terminal
-    bar = tqdm(total=0, unit="step", dynamic_ncols=True, leave=False, disable=disable)
+    hidden = None if progress is None else not progress
+    bar = tqdm(total=0, unit="step", dynamic_ncols=True, leave=False, disable=hidden)
     with random_state_kept(experiment.device), bar:
         first = _first_run(experiment, steps, monitor)
         run_file = None if file is None else RunFile(Path(file), _settings(experiment, steps, monitor, first))
@@ -135,10 +135,9 @@ def compare_precisions(
         runs: list[FinishedRun] = []
         if steps is not None:
             runs = run_pairs(experiment, seeds=chosen, steps=steps, monitor=monitor, file=run_file, bar=bar)
-    names = list(experiment.precisions)
     return PrecisionComparison(
         costs=costs,
-        quality=paired_quality(runs, names, margin=margin, confidence=confidence) if runs else {},
+        quality=paired_quality(runs, list(costs), margin=margin, confidence=confidence) if runs else {},
         runs=tuple(runs),
         steps=steps,
         monitor=monitor,
