@@ -27,7 +27,7 @@ from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
 from lightning_mp.demo.history import InjectOverflow, RunHistory, say
 from lightning_mp.demo.prepare import Job
 from lightning_mp.demo.report import format_table, plot_of, summarise
-from lightning_mp.demo.settings import ACCUMULATION, CLIP_NORM, WARMUP_SHARE, Settings
+from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings
 from lightning_mp.language_model import LanguageModel, TextData, generate, peak_learning_rate
 
 _SAMPLE_TOKENS = 200
@@ -79,7 +79,7 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         callbacks=[
             mp.OverflowMonitor(),
             mp.OverflowPostMortem(dirpath=folder),
-            mp.AccumulationScheduler(ACCUMULATION, unit="step"),
+            mp.AccumulationScheduler(settings.accumulation, unit="step"),
             budget,
             # The cosine ends where the run ends: Hoffmann et al. 2022 (arXiv:2203.15556), appendix B, find that a cycle
             # more than 25% too long clearly hurts. The first step's rate is not 0, so that it does something.
@@ -105,7 +105,9 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         devices=settings.devices,
         gradient_clip_val=CLIP_NORM,
         # the whole run is one epoch, see TextData; before its first step there is nothing to validate
-        val_check_interval=min(max(-(-plan.micro_batches // _VALIDATIONS), ACCUMULATION[0]), plan.micro_batches),
+        val_check_interval=min(
+            max(-(-plan.micro_batches // _VALIDATIONS), settings.accumulation[0]), plan.micro_batches
+        ),
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         enable_model_summary=False,

@@ -167,13 +167,18 @@ class Settings:
         parts = (self.stages or self.devices) if self.strategy == "mp_pipeline" else self.tensor_parallel
         return max(1, self.devices // parts)
 
+    @property
+    def accumulation(self) -> dict[int, int]:
+        """Micro-batches per optimizer step, by the step from which on."""
+        return dict(ACCUMULATION)
+
     @cached_property
     def plan(self) -> Plan:
         """How much is trained, in which portions."""
         budget_tokens = tokens_for(self.model.parameters, self.tokens_per_parameter)
         micro_batch_tokens = self.batch_size * self.replicas * BLOCK_TOKENS
         micro_batches = math.ceil(budget_tokens / micro_batch_tokens)
-        steps = estimate_steps(Thresholds(ACCUMULATION, "step"), micro_batches, max_epochs=1)
+        steps = estimate_steps(Thresholds(self.accumulation, "step"), micro_batches, max_epochs=1)
         return Plan(self.model.parameters, budget_tokens, micro_batch_tokens, micro_batches, int(steps))
 
     @classmethod
