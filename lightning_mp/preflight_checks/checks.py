@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import get_args
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.quantities import format_bytes
 from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundRun, FoundScheduler, FoundWeight
 from lightning_mp.preflight_checks.report import PreflightFinding, Severity
+
+_error, _warning, _advice = (partial(PreflightFinding, severity) for severity in get_args(Severity))
 
 # -- what a run computes in: device, loss scale, format of the weights, sizes of the products --------------------------
 
@@ -26,18 +29,15 @@ def check_device(found: Found) -> Iterator[PreflightFinding]:
     what = f"{precision.plugin} needs {precision.base}, and {device.name}"
     if device.accelerator == "mps":
         if precision.base in ("fp64", "fp8"):
-            yield PreflightFinding(
-                "error", "device", f"{what} has no such numbers.", "Use Trainer(precision='32-true') or '16-mixed'."
-            )
+            yield _error("device", f"{what} has no such numbers.", "Use Trainer(precision='32-true') or '16-mixed'.")
         return
     if device.accelerator != "cuda" or precision.base in device.formats:
         return
     if precision.base == "fp8" and not precision.emulates_fp8:
         cure = "AutocastPrecision('bf16-mixed')" if "bf16" in device.formats else "AutocastPrecision('16-mixed')"
-        yield PreflightFinding("error", "device", f"{what} ({device.generation}) has no fp8 units.", f"Use {cure}.")
+        yield _error("device", f"{what} ({device.generation}) has no fp8 units.", f"Use {cure}.")
     elif precision.base == "bf16":
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "device",
             f"{what} ({device.generation}) has no bf16 units: bf16 is emulated there and slow.",
             "Use AutocastPrecision('16-mixed')."
@@ -45,8 +45,7 @@ def check_device(found: Found) -> Iterator[PreflightFinding]:
             else "Use Trainer(precision='32-true'), which is faster on this device.",
         )
     elif precision.base == "fp16":
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "device",
             f"{what} ({device.generation}) has no fp16 units: nothing gets faster.",
             "Use Trainer(precision='32-true').",
@@ -58,8 +57,7 @@ def check_scaler(found: Found) -> Iterator[PreflightFinding]:
     precision = found.precision
     if precision.base == "fp16" and not precision.has_scaler and not precision.own_scalers:
         weights = precision.name.endswith("-true")
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "scaler_missing",
             f"{precision.plugin} computes gradients in fp16 without a loss scale: those below 6e-8 become 0, and"
             " training stalls without an error.",
@@ -68,8 +66,7 @@ def check_scaler(found: Found) -> Iterator[PreflightFinding]:
             else "Use AutocastPrecision('16-mixed'), or give the plugin a scaler that is enabled.",
         )
     if precision.own_scalers and precision.has_scaler:
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "scaler_superfluous",
             f"{precision.plugin} scales the loss, and so does a GradScaler in the module"
             f" ({listed(precision.own_scalers)}): losses are scaled twice and gradients unscaled once.",
@@ -77,8 +74,7 @@ def check_scaler(found: Found) -> Iterator[PreflightFinding]:
         )
     elif precision.base == "bf16" and (precision.own_scalers or precision.has_scaler):
         owner = f"the module's {listed(precision.own_scalers)}" if precision.own_scalers else precision.plugin
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "scaler_superfluous",
             f"{owner} scales the loss of a bf16 run: bf16 has the range of fp32, so a scale prevents nothing, and steps"
             " may be skipped that need not be.",
@@ -90,8 +86,7 @@ def check_precisions(found: Found) -> Iterator[PreflightFinding]:
     """Whether precision is set in two places; ``precision=`` beside a plugin is refused by the Trainer itself."""
     precision = found.precision
     if precision.of_strategy:
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "two_precisions",
             f"Precision is set twice, by {precision.plugin} and by {precision.of_strategy}, which wins where they"
             " differ.",
@@ -105,8 +100,7 @@ def check_weights_in_16_bit(found: Found) -> Iterator[PreflightFinding]:
     if precision.has_masters:
         return
     if precision.name in ("16-true", "bf16-true"):
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "weights_in_16_bit",
             f"{precision.plugin} casts the weights to {precision.base}, and the optimizer steps them there: updates"
             " smaller than about 1/256 (bf16) or 1/2048 (fp16) of a weight are lost.",
@@ -149,8 +143,7 @@ def check_tensor_cores(found: Found) -> Iterator[PreflightFinding]:
         if size < smallest or not size % wanted or (wanted == _BEST_MULTIPLE and size < _SMALLEST_LARGE_SIZE):
             continue
         best = _BEST_MULTIPLE if size >= _SMALLEST_LARGE_SIZE else wanted
-        yield PreflightFinding(
-            "advice",
+        yield _advice(
             "tensor_cores",
             f"{dimension} of {listed(names, 3)} is {size}, not a multiple of {wanted}: "
             + (
@@ -169,11 +162,10 @@ def check_refusals(found: Found) -> Iterator[PreflightFinding]:
     """Whether a callback will refuse the run, and whether the training step mixes dtypes."""
     for name, reason in found.refusals:
         what, _, cure = reason.rpartition(". ")
-        yield PreflightFinding("error", "refused", (what and f"{what}.") or f"{name} refuses the run.", cure)
+        yield _error("refused", (what and f"{what}.") or f"{name} refuses the run.", cure)
     if found.dtype_error:
         stored = found.precision.name.endswith("-true")
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "dtypes",
             f"training_step ends in an error of torch about dtypes under {found.precision.plugin}: {found.dtype_error}",
             "Cast what is fp32 where it is used, for instance `x + self.table.to(x.dtype)`, or use AutocastPrecision."
@@ -191,16 +183,14 @@ def check_loss_divided_twice(found: Found) -> Iterator[PreflightFinding]:
         return
     number = f"{step.loss_divisor:g}"
     if step.divisor_follows:
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "loss_divided_twice",
             f"training_step divides the loss by trainer.accumulate_grad_batches ({number}), and so does the Trainer:"
             f" gradients are {number} times too small.",
             "Return the loss as it is.",
         )
     else:
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "loss_divided_twice",
             f"The last thing that training_step does to the loss is a division by {number}, the number of micro-batches"
             " per optimizer step, by which the Trainer divides it as well.",
@@ -237,8 +227,7 @@ def check_step_past_plugin(found: Found) -> Iterator[PreflightFinding]:
             else "Call optimizer.step(closure=optimizer_closure) on the argument, not on its attribute `.optimizer`.",
         )
     if step.closure_before_step and precision.has_scaler and precision.needs_closure:
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "step_past_plugin",
             "optimizer_step runs the closure itself and calls optimizer.step() without it:"
             f" {precision.plugin} then never makes a step.",
@@ -249,15 +238,13 @@ def check_step_past_plugin(found: Found) -> Iterator[PreflightFinding]:
 def check_clipping(found: Found) -> Iterator[PreflightFinding]:
     """Whether the Trainer's clipping value is one, and reaches the gradients."""
     if found.run.clip_value is not None and found.run.clip_value < 0:
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "clipping_ignored",
             f"Trainer(gradient_clip_val={found.run.clip_value}) is negative: Lightning clips nothing, silently.",
             "Give a positive value, or leave it out.",
         )
     if found.step is not None and found.step.ignores_clipping:
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "clipping_ignored",
             "Trainer(gradient_clip_val=...) is set, and the module's configure_gradient_clipping does nothing with it:"
             " gradients are not clipped.",
@@ -269,8 +256,7 @@ def check_clipping(found: Found) -> Iterator[PreflightFinding]:
 def check_dropout_in_recompute(found: Found) -> Iterator[PreflightFinding]:
     """Whether recomputed modules draw the random numbers of their forward."""
     if found.step is not None and found.step.draws_anew:
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "dropout_in_recompute",
             "Modules that run again in backward (activation checkpointing) draw other random numbers than in their"
             " forward: dropout has another mask there, and gradients are wrong.",
@@ -284,8 +270,7 @@ def check_dropout_in_recompute(found: Found) -> Iterator[PreflightFinding]:
 def check_untrained_weights(found: Found) -> Iterator[PreflightFinding]:
     """Whether parameters that require a gradient are trained by an optimizer."""
     if found.weights and not any(weight.is_trainable for weight in found.weights):
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "untrained_weights",
             f"None of the {len(found.weights)} parameters has requires_grad=True: there is nothing to train.",
             "Unfreeze what is to be trained: module.head.requires_grad_(True).",
@@ -306,8 +291,7 @@ def check_unused_weights(found: Found) -> Iterator[PreflightFinding]:
     """Whether DDP would wait for gradients that do not come."""
     unused = [weight for weight in found.weights if weight.is_trainable and weight.has_gradient is False]
     if found.run.needs_all_gradients and not found.run.is_manual and unused:
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "unused_weights",
             f"{len(unused)} trainable parameters got no gradient from a training step ({_names(unused)}): under DDP the"
             " second step ends with 'Expected to have finished reduction in the prior iteration'.",
@@ -319,8 +303,7 @@ def check_frozen_statistics(found: Found) -> Iterator[PreflightFinding]:
     """Whether frozen norms keep learning their running statistics."""
     layers = [layer.name for layer in found.layers if layer.is_frozen and layer.learns_statistics]
     if layers:
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "frozen_statistics",
             f"The weights of {len(layers)} BatchNorm layers are frozen, and their running statistics are not"
             f" ({listed(layers, 3)}): they follow the new data, and the frozen part does not stay what it was.",
@@ -331,8 +314,7 @@ def check_frozen_statistics(found: Found) -> Iterator[PreflightFinding]:
 def check_eval_mode(found: Found) -> Iterator[PreflightFinding]:
     """Whether layers that are to be trained are in eval mode."""
     if found.in_eval:
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "eval_mode",
             f"{len(found.in_eval)} dropout or BatchNorm layers beside trainable weights are in eval mode"
             f" ({listed(found.in_eval, 3)}), and Lightning leaves them so: nothing is dropped, and running statistics"
@@ -349,16 +331,14 @@ def check_tied_weights(found: Found) -> Iterator[PreflightFinding]:
             by_memory.setdefault(weight.memory, []).append(weight)
     for sharing in by_memory.values():
         if len(sharing) > 1:
-            yield PreflightFinding(
-                "error",
+            yield _error(
                 "tied_weights",
                 f"{_names(sharing)} share their memory and are different parameters: each gets a part of the gradient,"
                 " an optimizer steps the memory once for each, and a cast or a move to another device separates them.",
                 "Tie them as one parameter: head.weight = embedding.weight.",
             )
     for pair in found.untied:
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "tied_weights",
             f"The model's config says tie_word_embeddings=True, and {pair} are different parameters.",
             "Call tie_weights() on the model after loading or replacing its embeddings.",
@@ -416,8 +396,7 @@ def check_schedulers(found: Found) -> Iterator[PreflightFinding]:
 
 
 def _never_falls(scheduler: FoundScheduler) -> PreflightFinding:
-    return PreflightFinding(
-        "warning",
+    return _warning(
         "scheduler_length",
         f"{scheduler.name}({scheduler.setting}=inf) never changes the learning rate: without max_epochs and max_steps"
         " the Trainer does not know how many optimizer steps the run has.",
@@ -452,8 +431,7 @@ def check_budget(found: Found) -> Iterator[PreflightFinding]:
     if budget is None:
         return
     if budget.frozen_fraction >= 0.5:
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "budget",
             f"The budget of {budget.tokens:,} tokens counts all parameters, and {budget.frozen_fraction:.0%} of them"
             " are frozen.",
@@ -470,8 +448,7 @@ def check_budget(found: Found) -> Iterator[PreflightFinding]:
     for setting, micro_batches in limits.items():
         tokens = micro_batches * budget.micro_batch_tokens
         if tokens < budget.tokens:
-            yield PreflightFinding(
-                "warning",
+            yield _warning(
                 "budget",
                 f"The budget of {budget.tokens:,} tokens is out of reach: with {setting} there are {micro_batches:,}"
                 f" micro-batches of about {budget.micro_batch_tokens:,} tokens, {tokens:,} in all.",
@@ -517,8 +494,7 @@ def check_checkpoint(found: Found) -> Iterator[PreflightFinding]:
         if limit is not None and reached >= limit
     ]
     if done:
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "checkpoint",
             f"{checkpoint.path} is at step {checkpoint.global_step:,} after {checkpoint.epochs_done}"
             f" {'epoch' if checkpoint.epochs_done == 1 else 'epochs'}, and"
@@ -538,8 +514,7 @@ def _other_weights(checkpoint: FoundCheckpoint) -> Iterator[PreflightFinding]:
         if names
     ]
     if differences:
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "checkpoint",
             f"{checkpoint.path} was written for another model: {listed(differences)}.",
             "Build the module with the checkpoint's hyper-parameters, or load only its weights:"
@@ -552,8 +527,7 @@ def _other_optimizers(checkpoint: FoundCheckpoint) -> Iterator[PreflightFinding]
     if saved is None or own is None:
         return
     if saved != own:
-        yield PreflightFinding(
-            "error",
+        yield _error(
             "checkpoint",
             f"{checkpoint.path} has optimizers with groups of {_groups(saved)} parameters, and the run has"
             f" {_groups(own)}.",
@@ -563,8 +537,7 @@ def _other_optimizers(checkpoint: FoundCheckpoint) -> Iterator[PreflightFinding]
         pairs = zip(checkpoint.learning_rates, checkpoint.own_learning_rates, strict=True)
         for number, (saved_rate, own_rate) in enumerate(pairs):
             if saved_rate != own_rate:
-                yield PreflightFinding(
-                    "warning",
+                yield _warning(
                     "checkpoint",
                     f"configure_optimizers gives parameter group {number} a learning rate of {own_rate:g}, and"
                     f" {checkpoint.path} has {saved_rate:g}, which is restored and wins.",
@@ -579,8 +552,7 @@ def _groups(optimizers: tuple[tuple[int, ...], ...]) -> str:
 def _other_precision(checkpoint: FoundCheckpoint, found: Found) -> Iterator[PreflightFinding]:
     if checkpoint.has_scale != found.precision.has_scaler:
         has, now = ("a loss scale", "has none") if checkpoint.has_scale else ("no loss scale", "starts with a new one")
-        yield PreflightFinding(
-            "warning",
+        yield _warning(
             "checkpoint",
             f"{checkpoint.path} holds {has}, and {found.precision.plugin} {now}: the run continues in another"
             " precision.",
