@@ -439,14 +439,6 @@ def test_partial_gradients_of_another_model_are_refused(tmp_path: Path) -> None:
     def trainer(*more: Callback) -> pl.Trainer:
         return quiet_trainer(callbacks=[AccumulationScheduler({0: 3}, save_partial_gradients=True), *more])
 
-    class Other(Regression):
-        def load_state_dict(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
-            pass
-
-        def configure_optimizers(self) -> Any:
-            self.net[0], self.other = nn.Linear(8, 16), nn.Linear(1, 1)
-            return super().configure_optimizers()
-
     with pytest.raises(Interrupted):
         trainer(SaveAndDie(tmp_path / "x.ckpt", 1)).fit(Regression(), ResumableLoader(regression_batches(4)))
     saved = torch.load(tmp_path / "x.ckpt", weights_only=True)

@@ -111,9 +111,9 @@ PLAN = {"net.0": "column", "net.2": "row"}
     ("ranks", "rank", "arguments"),
     [
         (2, 1, {}),
-        pytest.param(2, 0, {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, marks=pytest.mark.full),
-        pytest.param(4, 2, {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}, marks=pytest.mark.full),
-        pytest.param(4, 3, {"replicate_size": 2}, marks=pytest.mark.full),
+        (2, 0, {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}),
+        (4, 2, {"tensor_parallel_size": 2, "tensor_parallel_plan": PLAN}),
+        (4, 3, {"replicate_size": 2}),
     ],
     ids=["shards", "tensor", "2-D", "hybrid"],
 )

@@ -93,7 +93,7 @@ def test_lost_gradients_are_counted_on_all_stages():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("convention", ["exact", pytest.param("6N", marks=pytest.mark.full)])
+@pytest.mark.parametrize("convention", ["exact", "6N"])
 def test_operations_are_those_of_the_whole_model_over_all_stages(convention):
     """The first microbatch goes through once more to show its shape, and does not count."""
 
@@ -112,7 +112,7 @@ def test_operations_are_those_of_the_whole_model_over_all_stages(convention):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pattern", ["Block", pytest.param("model.blocks.2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("pattern", ["Block", "model.blocks.2"])
 def test_activations_are_recomputed_on_the_stages_that_have_the_modules(pattern):
     """A stage without any does not complain."""
     wanted, got = both(lambda: [ActivationCheckpointing(pattern)])

@@ -86,7 +86,7 @@ def test_a_resumed_pipeline_ends_as_one_that_was_not_stopped(model, precision, c
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("model", [PipelinedGPT, pytest.param(PipelinedMLP, marks=pytest.mark.full)])
+@pytest.mark.parametrize("model", [PipelinedGPT, PipelinedMLP])
 def test_a_checkpoint_is_laid_out_as_that_of_one_process(model, tmp_path):
     run(model, "one process", "32-true", tmp_path / "one.ckpt", max_epochs=1)
     run(model, "three stages", "32-true", tmp_path / "three.ckpt", max_epochs=1)

@@ -35,7 +35,7 @@ class OverflowOnOneRank(Callback):
 
 @pytest.mark.full
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (4, 2)])
 def test_all_stages_skip_when_one_rank_overflows(ranks, stages, fused):
     """Promise 3: whichever rank it is, the step is skipped by all and the scale falls for all."""
 
@@ -129,7 +129,7 @@ class Manual(PipelinedMLP):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("devices", [2, 4])
 def test_manual_optimization(devices):
     def rank(_, strategy, devices):
         module = Manual()

@@ -223,9 +223,9 @@ def test_calling_self_in_the_training_step_gathers_nothing_twice():
     ("shards", "micro_batches", "sequence", "sync"),
     [
         (1, 1, False, "window"),
-        pytest.param(2, 1, False, "window", marks=pytest.mark.full),
+        (2, 1, False, "window"),
         (1, 2, True, "window"),
-        pytest.param(2, 2, True, "micro_batch", marks=pytest.mark.full),
+        (2, 2, True, "micro_batch"),
     ],
 )
 @pytest.mark.full

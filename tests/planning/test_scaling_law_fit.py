@@ -395,9 +395,7 @@ def test_a_loss_that_falls_to_nothing_puts_the_constant_on_its_bound():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("exponents", "name"), [((7.0, 0.3), "alpha"), pytest.param((0.3, 7.0), "beta", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("exponents", "name"), [((7.0, 0.3), "alpha"), ((0.3, 7.0), "beta")])
 def test_an_exponent_that_no_power_law_has_is_on_its_bound(exponents, name):
     with pytest.warns(UserWarning, match=ON_A_BOUND):
         fit = fit_scaling_law(made_runs(30, noise=0.0, law=law(2.0, *exponents)), bootstrap_samples=100)

@@ -295,7 +295,7 @@ def sharded_legs(rank: int, before: str, after: str, strategy: Callable[[], Any]
     [
         ("masters", "remainder", partial(model_parallel, distributed=True)),
         *(
-            pytest.param(before, after, partial(make, distributed=distributed), marks=pytest.mark.full)
+            (before, after, partial(make, distributed=distributed))
             for make in (model_parallel, fsdp2)
             for distributed in (False, True)
             for before, after in [

@@ -28,7 +28,6 @@ from lightning_mp.resume.differences import EXACT_RESUME_KEY, KINDS, compare_che
 from lightning_mp.resume.records import bit_hash, bit_hash_of_nested, first_parting, read_records, write_record
 
 CPU = torch.device("cpu")
-BYTES = {torch.bool: torch.uint8}
 
 
 def bits(*words: object) -> int:

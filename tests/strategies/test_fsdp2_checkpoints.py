@@ -153,7 +153,7 @@ class PlainSGD(Regression):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sharded", [pytest.param(True, marks=pytest.mark.full), False], ids=["shards", "one-file"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["shards", "one-file"])
 def test_an_optimizer_without_state_goes_on(sharded: bool, tmp_path: Path) -> None:
     def run(rank: int) -> Any:
         for steps, path in ((2, None), (4, tmp_path / "a.ckpt")):
@@ -263,7 +263,7 @@ def test_weights_are_validated_without_an_optimizer_from_what_an_ended_run_left(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", KINDS)
 def test_validated_weights_are_those_of_the_checkpoint_afterwards(kind: str, tmp_path: Path) -> None:
     """The plugin holds them in 16 bit meanwhile; neither the rounding nor earlier weights may stay."""
     strategy = partial(fsdp2, save_distributed_checkpoint=kind == "shards")
@@ -488,8 +488,8 @@ def test_folders_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
     ("ranks", "arguments"),
     [
         (2, {}),
-        pytest.param(4, TENSOR, marks=pytest.mark.full),
-        pytest.param(4, {"replicate_size": 2}, marks=pytest.mark.full),
+        (4, TENSOR),
+        (4, {"replicate_size": 2}),
     ],
     ids=["shards", "2-D", "hybrid"],
 )

@@ -126,10 +126,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any], str, list[Any]]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "names", [list(SETTINGS)[:2], pytest.param(list(SETTINGS)[2:], marks=pytest.mark.full)], ids=["quick", "others"]
-)
-def test_settings_of_groups_come_back_as_from_a_single_file(names: list[str], tmp_path: Path) -> None:
+def test_settings_of_groups_come_back_as_from_a_single_file(tmp_path: Path) -> None:
     """All that was saved, also what the new run does not know; what was not saved stays as the new run has it."""
 
     def run(kind: str, name: str) -> Any:
@@ -140,8 +137,8 @@ def test_settings_of_groups_come_back_as_from_a_single_file(names: list[str], tm
         assert not torch.equal(before["net.0.weight"], after["net.0.weight"])
         return loaded, after
 
-    for found in run_ranks(lambda rank: {(kind, name): run(kind, name) for kind in KINDS for name in names}, 2):
-        for name in names:
+    for found in run_ranks(lambda rank: {(kind, name): run(kind, name) for kind in KINDS for name in SETTINGS}, 2):
+        for name in SETTINGS:
             ([of_folder], weights), ([of_file], wanted) = (found[kind, name] for kind in KINDS)
             for parameter, (settings, state) in of_file.items():
                 ours, our_state = of_folder[parameter]
@@ -161,8 +158,8 @@ def test_settings_of_groups_come_back_as_from_a_single_file(names: list[str], tm
     ("before", "after"),
     [
         ((2, {}), (2, {})),
-        pytest.param((2, {}), (1, {}), marks=pytest.mark.full),
-        pytest.param((4, {"replicate_size": 2}), (2, {}), marks=pytest.mark.full),
+        ((2, {}), (1, {})),
+        ((4, {"replicate_size": 2}), (2, {})),
     ],
     ids=["2 ranks", "2 to 1", "hybrid to 2"],
 )

@@ -78,7 +78,7 @@ def test_fp32_equals_one_process_to_the_rounding_of_sums() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sync", ["window", pytest.param("micro_batch", marks=pytest.mark.full)])
+@pytest.mark.parametrize("sync", ["window", "micro_batch"])
 def test_gradients_are_reduced_once_per_window_or_micro_batch(sync: Any) -> None:
     """D37, D53: two blocks with their norms apart, and the rest: five reductions."""
 
@@ -141,9 +141,7 @@ class Watched(Regression):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "policy", [None, pytest.param({"class:Seen": "low"}, marks=pytest.mark.full)], ids=["bare", "policy"]
-)
+@pytest.mark.parametrize("policy", [None, {"class:Seen": "low"}], ids=["bare", "policy"])
 def test_only_what_autocast_casts_is_gathered_in_16_bit(policy: Any) -> None:
     """D18, D49: a norm's weight, a module's own parameter and buffers are not rounded on the way."""
 

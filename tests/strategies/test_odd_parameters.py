@@ -126,8 +126,8 @@ def fits(rank: int, cells: Sequence[tuple[str, str, str]]) -> list[list[float] |
     ("where", "precisions"),
     [
         ("FSDP2", ("32-true", "bf16-mixed")),
-        pytest.param("FSDP2", ("16-mixed",), marks=pytest.mark.full),
-        pytest.param("TP", ("32-true", "bf16-mixed", "16-mixed"), marks=pytest.mark.full),
+        ("FSDP2", ("16-mixed",)),
+        ("TP", ("32-true", "bf16-mixed", "16-mixed")),
     ],
 )
 def test_float64_is_trained_as_on_one_process(where: str, precisions: tuple[str, ...]) -> None:

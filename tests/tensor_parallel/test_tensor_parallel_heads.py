@@ -60,7 +60,7 @@ class HeadsSeen(Callback):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["demo", pytest.param("gpt2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["demo", "gpt2"])
 def test_attention_runs_on_the_heads_of_the_rank(kind: str) -> None:
     def run(rank: int) -> Any:
         seen = HeadsSeen()
@@ -137,7 +137,7 @@ def test_optimizer_states_are_in_the_order_of_one_process(tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fp32_checkpoints", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("fp32_checkpoints", [False, True])
 def test_masters_are_in_the_order_of_one_process(fp32_checkpoints: bool, tmp_path: Path) -> None:
     """bf16 weights over fp32 masters; what is written by 2 ranks is what one process writes at the start."""
 
@@ -209,7 +209,7 @@ class Overflow(Callback):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_an_overflow_in_one_ranks_heads_skips_on_all(ranks: int) -> None:
     found = run_ranks(lambda rank: train(rank, ranks, fsdp2(**TENSOR), plugin=fp16(), callbacks=[Overflow()]), ranks)
     assert_same_on_ranks(found)

@@ -103,7 +103,7 @@ def check(
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_it_is_torchs_cross_entropy_and_nothing_is_gathered(ranks: int) -> None:
     """In float64, to its rounding; what needs the whole is right, too, at the price of gathering."""
 
@@ -232,7 +232,7 @@ class LooksAtLogits(Callback):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "plugin",
-    [fp16, pytest.param(lambda: AutocastPrecision("bf16-mixed"), marks=pytest.mark.full)],
+    [fp16, lambda: AutocastPrecision("bf16-mixed")],
     ids=["16-mixed", "bf16-mixed"],
 )
 def test_logits_of_a_run_are_those_of_one_process(plugin: Any) -> None:

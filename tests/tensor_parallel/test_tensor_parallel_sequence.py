@@ -55,9 +55,9 @@ class Tokens(Callback):
     ("ranks", "plugin", "arguments"),
     [
         (2, Precision, {}),
-        pytest.param(2, fp16, {"gradient_clip_val": 0.5}, marks=pytest.mark.full),
-        pytest.param(4, fp16, {"gradient_clip_val": 0.5}, marks=pytest.mark.full),
-        pytest.param(4, Precision, {}, marks=pytest.mark.full),
+        (2, fp16, {"gradient_clip_val": 0.5}),
+        (4, fp16, {"gradient_clip_val": 0.5}),
+        (4, Precision, {}),
     ],
     ids=["fp32", "16-mixed", "2-D, 16-mixed", "2-D, fp32"],
 )
@@ -166,14 +166,14 @@ class Overflow(Callback):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_an_overflow_on_one_rank_skips_on_all(ranks: int) -> None:
     found = run_ranks(lambda rank: train(rank, ranks, fsdp2(**SEQUENCE), callbacks=[Overflow()]), ranks)
     assert_same_on_ranks(found)
     assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("demo", marks=pytest.mark.full), "llama"])
+@pytest.mark.parametrize("kind", ["demo", "llama"])
 @pytest.mark.full
 def test_an_all_reduce_becomes_a_reduce_scatter_and_an_all_gather(kind: str) -> None:
     """One step, forward and backward: the same bytes, in halves. Llama's queries, keys and values share one input."""
