@@ -166,7 +166,7 @@ class TrainerInspection:
 
     def _memory(self, watched: WatchedStep | None) -> FoundMemory | None:
         available = available_bytes(self._trainer, self._device, self._device_name)
-        if watched is None or available is None:
+        if watched is None or available is None or not watched.has_optimizers:
             return None
         if not watched.samples:
             if not self._module.automatic_optimization:

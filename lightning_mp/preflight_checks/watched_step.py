@@ -110,6 +110,8 @@ def _no_metrics(*_: Any, **__: Any) -> dict[str, Tensor]:
     return {}
 
 
+_CONFIGURE = "configure_optimizers"
+_WITHOUT_OPTIMIZERS = "What optimizers train, their schedules and memory are not checked either."
 _WANTS_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 # Operations that refuse two floating-point dtypes, and do not as long as tensors are fake.
 _OF_ONE_DTYPE = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.index_add", "aten.index_put")
@@ -236,6 +238,11 @@ class WatchedStep:
         )
 
     @property
+    def has_optimizers(self) -> bool:
+        """Whether ``configure_optimizers`` has finished."""
+        return all(what != _CONFIGURE for what, _ in self.failures)
+
+    @property
     def with_gradient(self) -> frozenset[str] | None:
         """Names of parameters that got a gradient; None if no backward came to its end."""
         if not self.samples:
@@ -260,10 +267,9 @@ class WatchedStep:
             try:
                 configured = configure()
             except Exception as error:
-                if type(error).__name__ in _WANTS_NUMBERS:
-                    error = _reads_numbers(error)
-                self.failures.append(("optimizers, what they train and their schedules", str(error).partition("\n")[0]))
-                raise error from None
+                reason = str(_reads_numbers(error)) if type(error).__name__ in _WANTS_NUMBERS else _first_line(error)
+                self.failures.append((_CONFIGURE, f"{reason} {_WITHOUT_OPTIMIZERS}"))
+                return []
             self._take(configured)
             self._try_hooks()
             return configured
