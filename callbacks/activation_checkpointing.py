@@ -82,7 +82,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
             micro-batch, if a compiled forward changes buffers.
 
     Example:
-        >>> from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
+        >>> from lightning_mp import ActivationCheckpointing
         >>> ActivationCheckpointing("blocks.*", every=2).module_names
         ()
     """

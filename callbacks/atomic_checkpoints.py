@@ -69,7 +69,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
     Example:
         >>> import lightning.pytorch as pl
         >>> from lightning.pytorch.callbacks import ModelCheckpoint
-        >>> from lightning_mp.checkpoints.latest import latest_checkpoint
+        >>> from lightning_mp.checkpoints import latest_checkpoint
         >>> trainer = pl.Trainer(
         ...     callbacks=[AtomicCheckpoints(), ModelCheckpoint("checkpoints", every_n_train_steps=100)], logger=False
         ... )

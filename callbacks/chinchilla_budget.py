@@ -344,7 +344,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
             f" {self.device_seconds / 3600:.3g} device hours."
         )
         if not self.reached:
-            self._warn_about_rest("max_steps, max_epochs, max_time or another callback ended it first")
+            self._warn_about_rest("something else ended it, such as max_steps, max_epochs or another callback")
             return
         fit.has_reported = True
         if fit.ended_before:

@@ -109,7 +109,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         MisconfigurationException: at set-up, with manual optimization or DeepSpeed.
 
     Example:
-        >>> from lightning_mp.callbacks.gradient_noise_scale import GradientNoiseScale
+        >>> from lightning_mp import GradientNoiseScale
         >>> GradientNoiseScale(average_steps=200).estimate is None
         True
     """

@@ -87,7 +87,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             gradient hooks on parameters; with the first batch, if it cannot be split.
 
     Example:
-        >>> from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
+        >>> from lightning_mp import MicroBatchOnOOM
         >>> callback = MicroBatchOnOOM(min_size=2)
         >>> callback.size is None  # nothing was split yet
         True

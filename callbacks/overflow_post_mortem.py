@@ -25,7 +25,7 @@ from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, 
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.overflow.observations import take_reading
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
-from lightning_mp.diagnostics.overflow.report import KnownByRank, OverflowReport, ReportTally, join_ranks
+from lightning_mp.diagnostics.overflow.report import NOT_REPLAYED, KnownByRank, OverflowReport, ReportTally, join_ranks
 from lightning_mp.diagnostics.overflow.search import SearchResult, search_overflow
 from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth, largest_growth, weight_rms
 from lightning_mp.gradients import gradient_ops
@@ -236,12 +236,12 @@ class OverflowPostMortem(SettingsRepr, Callback):
         """A sentence for the report; empty if there can be a replay. The same on all ranks."""
         fit = self._fit
         if fit.replays >= self.max_replays:
-            return f"Not replayed: max_replays={self.max_replays} steps were."
+            return f"{NOT_REPLAYED}the limit of max_replays={self.max_replays} is reached."
         if trainer.interrupted or outcome.step_index not in fit.windows:
-            return "Not replayed: the run ended before the outcome of the step was known."
+            return f"{NOT_REPLAYED}the run ended before the outcome of the step was known."
         sharded = isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
         if sharded and not fit.can_replay_now and trainer.global_step in fit.windows:
-            return "Not replayed: the next window had begun, and its sharded gradients cannot be set aside."
+            return f"{NOT_REPLAYED}the next window had begun, and its sharded gradients cannot be set aside."
         return ""
 
     def _replay_window(

@@ -64,7 +64,7 @@ class PrecisionAudit(SettingsRepr, Callback):
         ValueError: if ``batch`` is negative.
 
     Example:
-        >>> from lightning_mp.callbacks.precision_audit import PrecisionAudit
+        >>> from lightning_mp import PrecisionAudit
         >>> PrecisionAudit(batch=10).findings
         ()
     """

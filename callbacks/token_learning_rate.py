@@ -59,8 +59,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         https://arxiv.org/abs/2203.15556: a schedule should end with the run.
 
     Example:
-        >>> from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
-        >>> from lightning_mp.lr_schedule.schedules import WarmupStableDecay
+        >>> from lightning_mp import TokenLearningRate, WarmupStableDecay
         >>> TokenLearningRate(WarmupStableDecay(warmup=0.01, decay=0.2), tokens="1.5B").tokens
         1500000000
     """

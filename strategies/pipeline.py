@@ -119,7 +119,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         Model Training on GPU Clusters Using Megatron-LM", 2021, https://arxiv.org/abs/2104.04473, section 2.2
 
     Example:
-        >>> from lightning_mp.strategies.pipeline import PipelineParallelStrategy
+        >>> from lightning_mp import PipelineParallelStrategy
         >>> PipelineParallelStrategy(stages=2, microbatches=8).schedule
         '1f1b'
     """

@@ -32,6 +32,7 @@ class FinishedRun:
     seconds: float  # of the fit
     weights_digest: str  # of the initial weights
     data_digest: str  # of the data
+    skipped_steps: int | None = None  # optimizer steps after an overflow; None where they are not counted
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; null means a number that is not finite."""
@@ -187,6 +188,7 @@ def run_pairs(
             seconds=trial.seconds,
             weights_digest=trial.weights_digest,
             data_digest=trial.data_digest,
+            skipped_steps=trial.skipped_steps,
         )
         check_pairs([*finished, run])
         if file is not None:

@@ -117,6 +117,7 @@ class PrecisionComparison:
         if found is None:
             return values
         values["seeds"] = [run.seed for run in self.runs if run.precision == name]
+        values["skipped_steps"] = [run.skipped_steps for run in self.runs if run.precision == name]
         values["final_losses"] = [_finite(loss) for loss in found.final_losses]
         if found.difference is not None:
             difference = found.difference
@@ -174,7 +175,17 @@ class PrecisionComparison:
             row += [f"{value:+.4f}" if math.isfinite(value) else "-" for value in values]
             rows.append([*row, "-" if time is None else f"{time:.2f}", str(found.difference)])
         title = f"{what}, {seeds} paired seeds of {self.steps} steps, margin {self.margin:g}"
-        return [title, *table_lines(rows, columns, left=("verdict",))]
+        return [title, *table_lines(rows, columns, left=("verdict",)), *self._skip_lines(columns)]
+
+    def _skip_lines(self, columns: int | None) -> list[str]:
+        """Skipped steps change a short run more than a format does."""
+        skipped = {name: sum(r.skipped_steps or 0 for r in self.runs if r.precision == name) for name in self.quality}
+        of_all = len(self.quality[self.baseline].final_losses) * (self.steps or 0)
+        said = [f"{name} {count:,} of {of_all:,}" for name, count in skipped.items() if count]
+        if not said:
+            return []
+        text = f"Optimizer steps skipped after an overflow: {', '.join(said)}."
+        return textwrap.wrap(text, columns) if columns else [text]
 
 
 def _how_much_worse(difference: PairedDifference) -> str:

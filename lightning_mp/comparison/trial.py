@@ -27,6 +27,8 @@ from lightning_mp.comparison.precisions import PluginFactory
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
+from lightning_mp.core.run_state import RunState
+from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.tokens.batch_tokens import count_samples, find_labels, loss_bearing
 
 _BATCHES_PER_EPOCH = 1000
@@ -270,6 +272,7 @@ class Trial:
     weights_digest: str  # of the initial weights
     data_digest: str  # of the first batches of each epoch
     first_batch: Any  # as it was before the plugin changed its formats
+    skipped_steps: int | None  # after an overflow; None under a plugin of Lightning, which does not count them
 
 
 def run_trial(
@@ -306,6 +309,7 @@ def run_trial(
             callbacks=[*own_callbacks, *callbacks, recorder],
             default_root_dir=folder,
         )
+        counts_skips = isinstance(trainer.precision_plugin, GradientStepPrecision)
         source = (data or experiment.data).make()
         set_seed(seed)  # before `setup` and `configure_model`, after the plugin's constructor: any may draw numbers
         with _failures_explained(precision, seed):
@@ -321,6 +325,7 @@ def run_trial(
         weights_digest=digest,
         data_digest=recorder.digest.hexdigest()[:16],
         first_batch=recorder.first_batch,
+        skipped_steps=RunState.of(trainer).skipped_steps if counts_skips else None,
     )
 
 

@@ -54,7 +54,7 @@ def reduced_precision_hook(dtype: ReducedDtype) -> Hook:
 
     Example:
         >>> import torch
-        >>> from lightning_mp.gradients.comm_hook import reduced_precision_hook
+        >>> from lightning_mp import reduced_precision_hook
         >>> reduced_precision_hook(torch.bfloat16) is reduced_precision_hook("bf16")
         True
     """

@@ -291,7 +291,7 @@ def test_replays_are_limited(tmp_path: Path) -> None:
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path, max_replays=2)
     fit(module, numbered_batches(5), post_mortem, plugin=ours())
     assert [len(report.findings) for report in post_mortem.reports] == [1, 1, 0, 0, 0]
-    assert post_mortem.reports[2].note == "Not replayed: max_replays=2 steps were."
+    assert post_mortem.reports[2].note == "Not replayed: the limit of max_replays=2 is reached."
     assert post_mortem.reports[2].parameters
 
 

@@ -7,7 +7,8 @@ from typing import Literal, TypeVar
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.audit.operations import candidates
 from lightning_mp.diagnostics.audit.records import LOW, AuditReport, OperationRecord
-from lightning_mp.diagnostics.audit.requested import RequestedPrecision
+from lightning_mp.diagnostics.audit.requested import RequestedPrecision, dtype_of
+from lightning_mp.modules.names import is_inside
 from lightning_mp.policy.operations import by_autocast
 
 FindingKind = Literal[
@@ -64,7 +65,8 @@ def find_problems(report: AuditReport, asked: RequestedPrecision) -> tuple[Audit
     forward = [record for record in report.operations if record.phase != "backward"]
     found = [*_not_active(report, asked)]
     if not found:
-        found += [*_wrong_products(forward, asked), *_against_policy(forward, asked)]
+        seen = [row for row in forward if not _may_be_of_a_ruled_part(row, report, asked)]
+        found += [*_wrong_products(seen, asked), *_against_policy(forward, asked)]
     found += _not_fp8(report, asked)
     if asked.is_mixed and not any(finding.kind == "not_active" for finding in found):
         by_hand = {row.name for row in report.modules if "norm" in row.class_name.lower()}
@@ -108,6 +110,14 @@ def _wrong_products(forward: Sequence[OperationRecord], asked: RequestedPrecisio
             "Leave the format to the precision plugin, or say in a PrecisionPolicy that it is intended.",
             "a torch.autocast of the model's own, or weights that were cast with .half() or .bfloat16().",
         )
+
+
+def _may_be_of_a_ruled_part(row: OperationRecord, report: AuditReport, asked: RequestedPrecision) -> bool:
+    """Whether it may be of a compiled module inside, which is not seen, and whose rule requests what it ran in."""
+    if not report.compiled or asked.policy is None:
+        return False
+    unseen = {module.name for module in report.modules if not module.calls and is_inside(module.name, row.module)}
+    return any(m.name in unseen and dtype_of(m.dtype, asked.base) == row.compute for m in asked.policy.modules)
 
 
 def _fp32_product(operation: str, rows: Sequence[OperationRecord], asked: RequestedPrecision) -> AuditFinding:

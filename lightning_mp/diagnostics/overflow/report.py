@@ -11,6 +11,8 @@ from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
 from lightning_mp.diagnostics.overflow.search import OverflowFinding, SearchResult, Verdict
 from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth
 
+#: Begins the note of a report whose step was to be run again, and was not.
+NOT_REPLAYED = "Not replayed: "
 _RANKS_IN_TEXT = 4
 _KINDS: dict[Verdict, str] = {
     "scale": "the loss scale was too high",
@@ -57,7 +59,8 @@ class OverflowReport:
     def kind(self) -> str:
         """The problem in a few words; the same for two reports of the same problem."""
         if not self.findings:
-            return f"with non-finite gradients in {self.parameters[0]}" if self.parameters else "without a known place"
+            where = f"with non-finite gradients in {self.parameters[0]}" if self.parameters else "without a known place"
+            return f"not replayed, {where}" if self.note.startswith(NOT_REPLAYED) else where
         finding = self.findings[0]
         module = (finding.first_overflow.module if finding.first_overflow is not None else "") or "the training step"
         place = "" if finding.verdict in _ANYWHERE else f" in {module}"

@@ -118,6 +118,9 @@ class UnderflowObservation:
                 for name, lost, h in shown
             ]
             lines += aligned([(kind, "lost", "subnormal", "zeros", "largest", "headroom"), *rows])
+            whole = self.whole(kind)
+            if whole.num_nonfinite:
+                lines.append(f"Not finite: {whole.num_nonfinite / whole.num_values:.2%}. The table is of the others.")
             if len(ranked) > _LAYERS_IN_TEXT:
                 lines.append(f"... and {len(ranked) - _LAYERS_IN_TEXT} more, which lose less")
         if self.kept_in_fp32:
