@@ -50,7 +50,7 @@ class MicroBatchMeter:
             " loss is a mean over, or put a tensor with one row per sample first.",
         )
         # Until the first loss has shown whether it knows its number.
-        self._awaits_loss = settings.weighting.weight_by == "auto" and settings.weighting.count is None
+        self._awaits_loss = settings.weighting.weight_by == "auto" and not settings.weighting.count_weighs
         self._unlooked: Any = None
         self._is_alone = num_data_ranks(trainer) == 1
 
@@ -116,9 +116,9 @@ def inspect_first_loss(
     if asked.weight_by is None and not settings.weighs_by_loss:
         return FirstLoss()
     found = [average for average in LossAverage.of(loss) if average.count(loss) is not None]
-    if asked.weight_by is not None and (asked.weight_by != "auto" or asked.count is not None):
+    if asked.weight_by is not None and (asked.weight_by != "auto" or asked.count_weighs):
         if len(found) == 1 and found[0].is_over_targets and weighting.weight_by == "token":
-            return FirstLoss(check=CountCheck(found[0], "their target tokens" if asked.count is None else "count="))
+            return FirstLoss(check=CountCheck(found[0], "count=" if asked.count_weighs else "their target tokens"))
         return FirstLoss()
     shows = bool(trainer.strategy.reduce_boolean_decision(len(found) == 1, all=True))
     by_default = f"are weighted by their number of {weighting.weight_by}s" if asked.weight_by else "weigh the same"

@@ -163,8 +163,8 @@ def microbatch_shares(microbatches: Sequence[Microbatch], weighting: Weighting) 
     """
     counts: list[Any] = [microbatch.samples for microbatch in microbatches]
     if weighting.weight_by == "token" and len(microbatches) > 1:
-        tokens = [torch.as_tensor(weighting.measure(microbatch.batch).tokens) for microbatch in microbatches]
-        on_host = torch.stack(tokens).tolist()
+        items = [torch.as_tensor(weighting.measure(microbatch.batch).items) for microbatch in microbatches]
+        on_host = torch.stack(items).tolist()
         counts = on_host if sum(on_host) else counts
     total = sum(counts)
     return [count / total for count in counts]

@@ -87,16 +87,22 @@ class AccumulationSettings:
         """The value of ``trainer.accumulate_grad_batches`` where no window is open."""
         return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
 
-    def weigh(self, weight_by: WeightBy | None, count: CountFunction | None) -> None:
-        """Micro-batches are weighted by ``weight_by``, or only counted with None; ``count`` overrides the labels."""
+    def weigh(self, weight_by: WeightBy | None, count: CountFunction | None, *, count_weighs: bool = False) -> None:
+        """Micro-batches are weighted by ``weight_by``, or only counted with None.
+
+        ``count`` counts tokens in place of labels; with ``count_weighs`` it also says what micro-batches weigh.
+        """
+        count_weighs = count_weighs and count is not None
         known = self.weighting
         if known is None:
-            self.weighting = Weighting(weight_by, count)
+            self.weighting = Weighting(weight_by, count, count_weighs)
             return
         if count is not None and known.count is not None and known.count is not count:
             raise MisconfigurationException("Two callbacks count tokens with different count= functions; use one.")
         chosen = known.weight_by if known.weight_by not in (None, "auto") or weight_by is None else weight_by
-        self.weighting = Weighting(chosen, known.count if known.count is not None else count)
+        self.weighting = Weighting(
+            chosen, known.count if known.count is not None else count, known.count_weighs or count_weighs
+        )
 
     def spend(self, budget: TokenBudget) -> None:
         """The run ends on ``budget``."""

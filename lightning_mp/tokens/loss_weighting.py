@@ -35,6 +35,7 @@ class Weighting:
 
     weight_by: WeightBy | None = "auto"
     count: CountFunction | None = None
+    count_weighs: bool = False  # micro-batches weigh what `count` returns, not their labels or what a loss shows
     shifted: bool = False
     counts_tokens: bool = True
     counts_samples: bool = False
@@ -68,6 +69,7 @@ class Weighting:
         return Weighting(
             weight_by,
             self.count,
+            self.count_weighs,
             shifted=shifted,
             counts_tokens=has_tokens,
             counts_samples=needs_samples or weight_by == "sample",
@@ -77,7 +79,7 @@ class Weighting:
         """Counts one micro-batch without waiting for the device."""
         tokens, input_tokens = self._tokens(batch) if self.counts_tokens else (0, 0)
         samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
-        items = {"token": tokens, "sample": samples, "batch": 1, None: 1}[self.weight_by]
+        items = {"token": self._weight(batch, tokens), "sample": samples, "batch": 1, None: 1}[self.weight_by]
         nonpad_tokens = batch_tokens.nonpad_tokens(batch) if self.counts_tokens else 0
         if self.count is not None and isinstance(nonpad_tokens, Tensor):
             nonpad_tokens = nonpad_tokens.clamp(max=input_tokens)  # a mask hides tokens, not what else is counted
@@ -108,6 +110,13 @@ class Weighting:
         if "token" not in units:
             return samples, 0
         return samples, int(self.count(batch)) if self.count is not None else self._tokens(batch)[1]
+
+    def _weight(self, batch: Any, tokens: int | Tensor) -> int | Tensor:
+        """Target tokens, whatever a budget counts."""
+        labels = batch_tokens.find_labels(batch)
+        if self.count is None or self.count_weighs or labels is None:
+            return tokens
+        return batch_tokens.loss_bearing(labels, shifted=self.shifted).sum()
 
     def _tokens(self, batch: Any) -> tuple[int | Tensor, int]:
         labels = batch_tokens.find_labels(batch)

@@ -11,11 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from small_models import ResumableLoader, fit, quiet_trainer, weights
+from small_models import ResumableLoader, TokenModel, fit, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, MFUMonitor, MicroBatchOnOOM, TF32Precision
+from lightning_mp import (
+    AccumulationScheduler,
+    AutocastPrecision,
+    ChinchillaBudget,
+    MFUMonitor,
+    MicroBatchOnOOM,
+    TF32Precision,
+    TokenLearningRate,
+)
 from lightning_mp.tokens.loss_average import LossAverage
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -156,6 +164,33 @@ def test_a_monitor_changes_no_gradient() -> None:
     alone = fitted(LOSSES["classes"], batches, accumulate_grad_batches=2)
     watched = fitted(LOSSES["classes"], batches, MFUMonitor(unit="sample"), accumulate_grad_batches=2)
     assert all(map(torch.equal, alone, watched))
+
+
+COUNTERS: dict[str, Callable[..., Callback]] = {
+    "budget": lambda **count: ChinchillaBudget(tokens=10_000, landing="ceil", save=False, **count),
+    "learning rate": lambda **count: TokenLearningRate(lambda _: 1.0, tokens=100, **count),
+    "monitor": lambda **count: MFUMonitor(unit="token", **count),
+}
+
+
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget")
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("name", COUNTERS)
+def test_what_counts_tokens_of_its_own_changes_no_weight(name: str, splits: bool) -> None:
+    """A count= of a budget, of a learning rate or of a monitor; inputs are counted, and the loss is over labels."""
+    batches = [[torch.randint(0, 11, (4, 6)), torch.full((4, 6), -100)] for _ in range(4)]
+    for (_, labels), number in zip(batches, (1, 6, 2, 4), strict=True):
+        labels[:2, :number] = 3
+        labels[3, 0] = 5
+    trained = []
+    for callbacks in ([], [COUNTERS[name](count=lambda batch: batch[0].numel() - 3)]):
+        module = TokenModel()
+        split = MicroBatchOnOOM()
+        split.size = 2  # as after an out-of-memory error
+        callbacks += [split] * splits
+        fit(module, batches, AccumulationScheduler({0: 2}), *callbacks, plugin=AutocastPrecision("bf16-mixed"))
+        trained.append(weights(module))
+    assert all(map(torch.equal, *trained))
 
 
 @pytest.mark.parametrize("declared", [True, False])
