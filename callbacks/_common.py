@@ -60,14 +60,14 @@ def check_counts(
     settings = AccumulationSettings()
     for other in callbacks_of(trainer):
         if hasattr(other, "check_setup") and hasattr(other, "count"):
-            settings.weigh(getattr(other, "weight_by", None), other.count, count_weighs=_sets_weights(other))
+            settings.weigh(getattr(other, "weight_by", None), other.count, **_use_of_count(other))
     assert settings.weighting is not None
     return settings.weighting.resolved(batch, shifted=False, needs_tokens=needs_tokens)
 
 
-def _sets_weights(callback: object) -> bool:
-    """Whether its ``count`` says what micro-batches weigh; that of a budget or a monitor only counts."""
-    return hasattr(callback, "weight_by")
+def _use_of_count(callback: object) -> dict[str, bool]:
+    """What the ``count`` of a callback is for beyond the run's account of tokens."""
+    return {"count_weighs": hasattr(callback, "weight_by"), "counts_inputs": hasattr(callback, "flops_per_token")}
 
 
 def join_window_controller(
@@ -81,7 +81,7 @@ def join_window_controller(
     refuse_conflicting_callbacks(callback, trainer, pl_module)
     ResumableProgress.attach(trainer)
     controller = AccumulationController.attach(trainer)
-    controller.settings.weigh(weight_by, count, count_weighs=_sets_weights(callback))
+    controller.settings.weigh(weight_by, count, **_use_of_count(callback))
     return controller
 
 

@@ -337,9 +337,10 @@ class ChinchillaBudget(SettingsRepr, Callback):
         RunState.of(trainer).flush()
         counter = self._controller.counter
         counter.flush_pending()
+        counted = "in the loss" if self.count is None else "by count="
         rank_zero_info(
             f"ChinchillaBudget, tokens over all ranks: {counter.input_tokens:,} in the inputs,"
-            f" {counter.nonpad_tokens:,} without padding, {counter.tokens:,} in the loss, of those"
+            f" {counter.nonpad_tokens:,} without padding, {counter.tokens:,} {counted}, of those"
             f" {counter.skipped_tokens:,} in skipped steps and {counter.repeated_tokens:,} after the first epoch."
             f" {self.device_seconds / 3600:.3g} device hours."
         )

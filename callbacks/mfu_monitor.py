@@ -210,7 +210,7 @@ class MFUMonitor(SettingsRepr, Callback):
         """Finds out what the numbers of the first batch are numbers of."""
         if not weighting.counts_tokens:
             raise no_tokens_in(batch, "MFUMonitor", ", or unit='sample' to have all figures per sample")
-        self._counted = counted_unit(self.unit, input_tokens, batch, is_counted=weighting.count is not None)
+        self._counted = counted_unit(self.unit, input_tokens, batch, is_counted=weighting.inputs_are_counted(batch))
         if self._counted == "sample" and self.flops_per_token in CONVENTIONS:
             raise MisconfigurationException(_of_tokens(self.flops_per_token))
 

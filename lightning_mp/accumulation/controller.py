@@ -272,7 +272,7 @@ class AccumulationController(Callback):
             fit.meter = self._inspect_first_batch(trainer, pl_module, batch)
         meter, opens, ends_run = fit.meter, not self.state.window.is_open, False
         if meter is None:
-            measure = Measure(1, 0, 0, divisor=batch_tokens.declared_divisor(batch))
+            measure = Measure(1, 0, 0, 0, divisor=batch_tokens.declared_divisor(batch))
         else:
             measure = meter.weighting.measure(batch)
             budget = None if settings.budget is None and self.state.end_tokens is None else self.budget

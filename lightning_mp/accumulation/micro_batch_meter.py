@@ -65,7 +65,7 @@ class MicroBatchMeter:
             return measure, False
         position, totals = (window.position, window.totals) if window.is_open else (0, AccumulationTotals())
         # What other ranks hold is not known without asking them.
-        certain_tokens = measure.input_tokens if self._is_alone else 0
+        certain_tokens = measure.most_tokens if self._is_alone else 0
         if self._limiter.is_far_from_the_end(budget, position, certain_tokens):
             return measure, False
         assert totals is not None

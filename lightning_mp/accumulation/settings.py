@@ -87,21 +87,32 @@ class AccumulationSettings:
         """The value of ``trainer.accumulate_grad_batches`` where no window is open."""
         return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
 
-    def weigh(self, weight_by: WeightBy | None, count: CountFunction | None, *, count_weighs: bool = False) -> None:
+    def weigh(
+        self,
+        weight_by: WeightBy | None,
+        count: CountFunction | None,
+        *,
+        count_weighs: bool = False,
+        counts_inputs: bool = False,
+    ) -> None:
         """Micro-batches are weighted by ``weight_by``, or only counted with None.
 
-        ``count`` counts tokens in place of labels; with ``count_weighs`` it also says what micro-batches weigh.
+        ``count`` counts tokens in place of labels; with ``count_weighs`` it also says what micro-batches weigh, and
+        with ``counts_inputs`` how many tokens are in the inputs.
         """
-        count_weighs = count_weighs and count is not None
+        count_weighs, counts_inputs = count_weighs and count is not None, counts_inputs and count is not None
         known = self.weighting
         if known is None:
-            self.weighting = Weighting(weight_by, count, count_weighs)
+            self.weighting = Weighting(weight_by, count, count_weighs, counts_inputs)
             return
         if count is not None and known.count is not None and known.count is not count:
             raise MisconfigurationException("Two callbacks count tokens with different count= functions; use one.")
         chosen = known.weight_by if known.weight_by not in (None, "auto") or weight_by is None else weight_by
         self.weighting = Weighting(
-            chosen, known.count if known.count is not None else count, known.count_weighs or count_weighs
+            chosen,
+            known.count if known.count is not None else count,
+            known.count_weighs or count_weighs,
+            known.counts_inputs or counts_inputs,
         )
 
     def spend(self, budget: TokenBudget) -> None:

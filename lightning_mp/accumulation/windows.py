@@ -176,7 +176,7 @@ def add_micro_batch(state: AccumulationState, reference_items: float) -> Accumul
     assert state.micro_batch is not None
     assert state.window.totals is not None
     m, window = state.micro_batch.measure, state.window
-    totals = state.window.totals.plus(m.items, m.tokens, m.input_tokens, m.samples, m.nonpad_tokens)
+    totals = state.window.totals.plus(m.items, m.tokens, m.input_tokens, m.samples, m.nonpad_tokens, m.most_tokens)
     reference = reference_items if state.reference_items is None else state.reference_items
     return replace(state, reference_items=reference, window=replace(window, totals=totals))
 

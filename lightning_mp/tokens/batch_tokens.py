@@ -171,6 +171,19 @@ def nonpad_tokens(batch: Any) -> Tensor | None:
     return torch.where(ends >= length - 1, length, ends).sum()
 
 
+def shown_tokens(batch: Any) -> int | None:
+    """Tokens in the inputs, padding included, by the shape of the labels or of the mask; None without both.
+
+    >>> shown_tokens({"attention_mask": torch.ones(2, 5)})
+    10
+    """
+    labels = find_labels(batch)
+    if labels is not None:
+        return labels.numel()
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    return mask.numel() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+
 def replaceable_labels(batch: Any) -> bool:
     """Whether the labels of this batch can be exchanged: they sit in a mutable mapping or list."""
     return find_labels(batch) is not None and isinstance(batch, MutableMapping | MutableSequence)

@@ -139,7 +139,7 @@ class BudgetLimiter:
         if self._counter.windows == 0 and window.position == 0:
             self._check_first(budget, batch, sum(counts))
         remaining = budget.tokens - spent_tokens(budget, self._counter) - window_tokens
-        largest = max(self._counter.largest_micro_batch, window.measure.input_tokens * len(counts))
+        largest = max(self._counter.largest_micro_batch, window.measure.most_tokens * len(counts))
         landing = split_last_batch(counts, remaining, budget.landing, largest)
         kept = landing.keep_tokens[window.data_rank]
         if kept == counts[window.data_rank]:

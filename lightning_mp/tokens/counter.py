@@ -40,8 +40,9 @@ class AccumulationTotals:
         input_tokens: int,
         samples: int = 0,
         nonpad_tokens: float | Tensor = 0,
+        most_tokens: int | None = None,
     ) -> "AccumulationTotals":
-        """The totals with one more micro-batch that was trained on."""
+        """The totals with one more micro-batch that was trained on; None for as many as there are in the inputs."""
         host, device = list(self.host), list(self.device)
         for index, number in enumerate((items, tokens, input_tokens, samples, nonpad_tokens)):
             if isinstance(number, Tensor):
@@ -49,7 +50,7 @@ class AccumulationTotals:
                 device[index] = number if sum_before is None else sum_before + number
             else:
                 host[index] += number
-        host[5] = max(host[5], input_tokens)
+        host[5] = max(host[5], input_tokens if most_tokens is None else most_tokens)
         return AccumulationTotals(self.micro_batches + 1, tuple(host), tuple(device))
 
     def tensor(self, device: torch.device) -> Tensor:

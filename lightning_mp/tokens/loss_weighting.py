@@ -23,7 +23,8 @@ class Measure:
 
     items: int | Tensor  # what it weighs
     tokens: int | Tensor  # its target tokens; 0 if they are not counted
-    input_tokens: int  # an upper bound for `tokens` that the host knows from the shape
+    input_tokens: int  # tokens in the inputs, padding included
+    most_tokens: int  # an upper bound for `tokens` that the host knows from the shape
     samples: int = 0  # its samples; 0 if they are not counted
     divisor: int | Tensor | None = None  # what its loss was divided by, if that is not `items`
     nonpad_tokens: int | Tensor = 0  # tokens that an attention mask does not hide; 0 if tokens are not counted
@@ -36,6 +37,7 @@ class Weighting:
     weight_by: WeightBy | None = "auto"
     count: CountFunction | None = None
     count_weighs: bool = False  # micro-batches weigh what `count` returns, not their labels or what a loss shows
+    counts_inputs: bool = False  # inputs are what `count` returns, not the tokens that labels or a mask show
     shifted: bool = False
     counts_tokens: bool = True
     counts_samples: bool = False
@@ -70,6 +72,7 @@ class Weighting:
             weight_by,
             self.count,
             self.count_weighs,
+            self.counts_inputs,
             shifted=shifted,
             counts_tokens=has_tokens,
             counts_samples=needs_samples or weight_by == "sample",
@@ -77,21 +80,29 @@ class Weighting:
 
     def measure(self, batch: Any) -> Measure:
         """Counts one micro-batch without waiting for the device."""
-        tokens, input_tokens = self._tokens(batch) if self.counts_tokens else (0, 0)
+        tokens, most_tokens = self._tokens(batch) if self.counts_tokens else (0, 0)
         samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
         items = {"token": self._weight(batch, tokens), "sample": samples, "batch": 1, None: 1}[self.weight_by]
+        input_tokens = most_tokens
         nonpad_tokens = batch_tokens.nonpad_tokens(batch) if self.counts_tokens else 0
-        if self.count is not None and isinstance(nonpad_tokens, Tensor):
-            nonpad_tokens = nonpad_tokens.clamp(max=input_tokens)  # a mask hides tokens, not what else is counted
-        divisor = batch_tokens.declared_divisor(batch)
+        if self.count is not None and self.counts_tokens:
+            if not self.inputs_are_counted(batch):
+                input_tokens = batch_tokens.shown_tokens(batch) or 0
+            elif isinstance(nonpad_tokens, Tensor):
+                nonpad_tokens = nonpad_tokens.clamp(max=input_tokens)  # a mask hides tokens, not what else is counted
         return Measure(
             items,
             tokens,
             input_tokens,
+            most_tokens,
             samples,
-            divisor,
+            batch_tokens.declared_divisor(batch),
             input_tokens if nonpad_tokens is None else nonpad_tokens,
         )
+
+    def inputs_are_counted(self, batch: Any) -> bool:
+        """Whether `count` says how many tokens are in the inputs: a monitor's, or where nothing else shows them."""
+        return self.count is not None and (self.counts_inputs or batch_tokens.shown_tokens(batch) is None)
 
     @property
     def counts_rows(self) -> bool:

@@ -136,7 +136,7 @@ class Run:
         if budget is not None:
             split = split_last_batch([size], budget.tokens - self.spent, budget.landing, largest_micro_batch=9)
             (tokens,), ends_run = split.keep_tokens, split.is_last
-        measure = Measure(items=tokens, tokens=tokens, input_tokens=tokens)
+        measure = Measure(items=tokens, tokens=tokens, input_tokens=tokens, most_tokens=tokens)
         follows = epoch + 1 < len(self.plan.epochs)
         self.state = transitions.begin_micro_batch(
             self.settings, self.state, MicroBatch(measure, ends_run, is_last, follows)

@@ -17,7 +17,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_mp import AutocastPrecision, compare_precisions
+from lightning_mp import AutocastPrecision, LossScaler, compare_precisions
 from lightning_mp.comparison.paired_runs import FinishedRun
 from lightning_mp.comparison.precisions import plugin_factories
 from lightning_mp.comparison.trial import Experiment, TrainingData, run_trial
@@ -284,6 +284,18 @@ def test_a_candidate_that_diverges_is_worse(tmp_path):
     assert "worse: 2 of 2 runs diverged" in str(found)
     json.dumps(found.as_dict(), allow_nan=False)
     found.plot(tmp_path / "lost.svg")
+
+
+@pytest.mark.full
+def test_skipped_steps_are_said():
+    def high():
+        return AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**20))
+
+    found = compare(precisions={"fp32": "32-true", "fp16": high}, seeds=1, monitor=None, steps=6)
+    skipped = {name: values["skipped_steps"] for name, values in found.as_dict()["precisions"].items()}
+    assert skipped["fp32"] == [None]
+    assert 0 < skipped["fp16"][0] < 6
+    assert f"\nOptimizer steps skipped after an overflow: fp16 {skipped['fp16'][0]} of 6.\n" in str(found)
 
 
 class OneShot(Pictures):

@@ -80,6 +80,17 @@ def test_the_same_trouble_is_told_once_then_counted(tmp_path: Path, caplog: pyte
     assert all("\n" not in line for line in said)
 
 
+def test_steps_that_were_not_replayed_are_no_other_trouble(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Planted(partial(TimesInForward, factor=1e6), planted=range(1, 5))
+    fit(module, numbered_batches(6), tmp_path, max_replays=2)
+    said = messages(caplog)
+    assert said[1].endswith(" Not replayed: the limit of max_replays=2 is reached.")
+    assert said[-1] == (
+        "OverflowPostMortem: 4 optimizer steps were skipped: 2 because numbers were too large for 16 bit in"
+        " body.1.place (first at step 1); 2 not replayed, with non-finite gradients in head.bias (first at step 3)."
+    )
+
+
 def test_other_trouble_is_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Both(TimesInBackward):
         """A gradient that is too large at first; later a forward that is."""

@@ -96,3 +96,25 @@ def test_operations_in_compiled_code_are_seen_and_modules_that_are_not_are_named
     assert "Part of the step was compiled" in table
     if way == "wrapped part":  # the operations are put down to the part that was compiled
         assert runs(report)["middle", "addmm"] == "bf16"
+
+
+class InFp32(nn.Module):
+    """Switches autocast off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.linear(x.float())
+
+
+@pytest.mark.parametrize(("rule", "kinds"), [("middle.0.linear", []), ("last", ["fp32_matmul"])])
+def test_what_a_rule_has_in_compiled_code_is_no_finding(rule: str, kinds: list[str]) -> None:
+    """The product is put down to the part that was compiled, about which no rule says anything."""
+    torch.compiler.reset()
+    module = Known()
+    module.middle = torch.compile(nn.Sequential(InFp32(), nn.LayerNorm(32)), backend="eager")
+    audit = audited(module, plugins=[AutocastPrecision("bf16-mixed", policy=PrecisionPolicy([(rule, "fp32")]))])
+    assert [finding.kind for finding in audit.findings] == kinds

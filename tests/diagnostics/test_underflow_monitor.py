@@ -1,5 +1,6 @@
 """UnderflowMonitor against numpy, on every plugin; what it costs, by counting; what the user sees."""
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, M
 from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
 from lightning_mp.core import private_api
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram
+from lightning_mp.diagnostics.underflow.observation import UnderflowObservation
 
 SCALE = 2.0**10
 BATCHES = regression_batches(6)
@@ -206,6 +208,14 @@ def test_an_overflow_leaves_no_headroom_and_halves_the_scale(plugins: Any) -> No
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
+
+
+def test_where_nothing_is_finite_no_scale_is_suggested() -> None:
+    """A step whose gradients are all nan, as every one where the forward overflows."""
+    histogram = ExponentHistogram.of(torch.tensor([math.nan, math.inf]))
+    observation = UnderflowObservation(3, "fp16", 1024.0, {"gradients": {"weight": histogram}})
+    assert observation.summary().suggested_scale is None
+    assert str(observation).endswith("\nNot finite: 100.00%. The table is of the others.")
 
 
 def test_activations_and_their_gradients_of_a_window_are_counted() -> None:

@@ -129,14 +129,16 @@ def test_validation_inside_of_the_first_window_does_not_end_the_warm_up() -> Non
     assert (totals.timed_input_tokens, totals.seconds, totals.validation_seconds) == (40, 4.0, 6 * 50.0)
 
 
-def test_padding_is_counted_for_the_devices_and_not_for_use() -> None:
-    """D41: 2 x 5 input tokens, 7 of them not hidden by the mask, whatever bears a loss."""
+@pytest.mark.parametrize("counts", [False, True])
+def test_padding_is_counted_for_the_devices_and_not_for_use(counts: bool) -> None:
+    """D41: 2 x 5 input tokens, 7 of them not hidden by the mask, whatever bears a loss, or a budget counts."""
     mask = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]])
     x = torch.zeros(2, 5, dtype=torch.long)
     batch = {"x": x, "labels": torch.where(mask.bool() & (torch.arange(5) > 1), 1, -100), "attention_mask": mask}
     clock = Clock()
     made = monitor(clock)
-    fit(Timed(clock, [1.0] * 3), [batch] * 3, made)
+    budget = ChinchillaBudget(tokens=6, count=lambda batch: 2, landing="ceil", save=False)
+    fit(Timed(clock, [1.0] * 3), [batch] * 3, made, *[budget] * counts)
     assert made.total.tokens_per_second == 10.0
     assert made.total.nonpad_tokens_per_second == 7.0
     assert made.total.mfu == FLOPS_PER_TOKEN * 10 / PEAK

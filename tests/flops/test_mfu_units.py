@@ -89,7 +89,7 @@ def test_samples_beside_tokens_are_refused(other: Any) -> None:
 def test_an_attention_mask_does_not_hide_samples() -> None:
     """Else there were more samples than there are: four tokens of each sample are seen."""
     batch = {"x": torch.zeros(2, 6), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)}
-    measure = Weighting("token", lambda batch: len(batch["x"])).measure(batch)
+    measure = Weighting("token", lambda batch: len(batch["x"]), counts_inputs=True).measure(batch)
     assert (measure.input_tokens, int(measure.nonpad_tokens)) == (2, 2)
 
 
@@ -98,4 +98,4 @@ def test_a_count_is_its_own_bound_and_a_tensor_is_not_read(kind: Any) -> None:
     """Labels of several classes per sample, and more tokens than labels."""
     batch = [torch.zeros(2, 40), torch.zeros(2, 5, dtype=torch.long)]
     measure = Weighting("token", lambda batch: kind(80)).measure(batch)
-    assert measure.input_tokens == (80 if kind is int else 10)
+    assert (measure.input_tokens, measure.most_tokens) == (10, 80 if kind is int else 10)
