@@ -96,11 +96,11 @@ class MFUMonitor(SettingsRepr, Callback):
             :func:`~lightning_mp.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and a message
             says so once.
         window: optimizer steps that the logged rates cover.
-        count: a function that returns the number of tokens, or of samples, in a batch on this rank; None counts the
-            labels other than -100.
+        count: a function that returns the number of tokens, or of samples, in a batch on this rank; None counts what
+            the labels or the attention mask show.
         unit: what ``count`` counts. "auto" means samples if the count of the first batch is the size of its first
-            dimension, else tokens. "sample" counts samples without a ``count``, whatever the labels are, as for images;
-            micro-batches then weigh by their samples. "token" is for batches whose first dimension is tokens.
+            dimension, else tokens. "sample" counts samples without a ``count``, whatever the labels are, as for images.
+            "token" is for batches whose first dimension is tokens.
 
     Raises:
         ValueError: if an argument is not valid.

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,7 +22,7 @@ from lightning_mp.accumulation.boundary import (
 )
 from lightning_mp.accumulation.micro_batch_meter import FirstLoss, MicroBatchMeter, inspect_first_loss
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
-from lightning_mp.accumulation.schedule import Progress
+from lightning_mp.accumulation.schedule import Progress, TargetBatch
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
 from lightning_mp.core.patches import Patches
@@ -286,6 +287,13 @@ class AccumulationController(Callback):
             if meter is not None and meter.schedule_counts:
                 progress = self.state.counted(progress, self.counter)
             self.state = windows.open_window(settings, self.state, progress)
+            if is_first and isinstance(settings.schedule, TargetBatch):
+                counted = settings.schedule.counted
+                size = self.state.micro_batch_tokens if counted == "token" else self.state.micro_batch_samples
+                rank_zero_info(
+                    f"AccumulationScheduler: {self.state.window.planned} micro-batches per step, calculated from the"
+                    f" first one of the run, which has {size:,} {counted}s over all ranks."
+                )
         self.state = windows.begin_micro_batch(settings, self.state, micro_batch)
         if settings.follows_trainer:
             return

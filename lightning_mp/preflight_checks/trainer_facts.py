@@ -29,7 +29,7 @@ from lightning_mp.preflight_checks.found import (
     FoundRun,
     FoundWeight,
 )
-from lightning_mp.tokens.batch_tokens import shifts_labels_inside
+from lightning_mp.tokens.batch_tokens import find_labels, shifts_labels_inside
 from lightning_mp.tokens.loss_weighting import Weighting
 
 
@@ -263,6 +263,8 @@ def budget_of(trainer: "pl.Trainer", module: "pl.LightningModule", batch: Any) -
     counts_all = callback.tokens_per_parameter is not None and callback.parameters != "trainable"
     everything = sum(parameter.numel() for parameter in module.parameters())
     frozen = sum(parameter.numel() for parameter in module.parameters() if not parameter.requires_grad)
+    if callback.count is None and find_labels(batch) is None:
+        return None  # the callback refuses it
     weighting = Weighting("token", callback.count, shifted=shifts_labels_inside(module, batch))
     ranks = data_ranks_of(trainer)
     scheduler: Any = next((one for one in callbacks_of(trainer) if hasattr(one, "scheduling")), None)

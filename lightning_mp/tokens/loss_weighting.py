@@ -58,7 +58,8 @@ class Weighting:
                 " schedule in tokens has it counted in tokens. A run is counted in one of them: use MFUMonitor() for"
                 " figures per token, or remove what counts tokens."
             )
-        has_tokens = self.count is not None or batch_tokens.find_labels(first_batch) is not None
+        has_labels = batch_tokens.find_labels(first_batch) is not None
+        has_tokens = has_labels or self.count is not None
         if not has_tokens and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
                 f"Tokens cannot be counted in a batch of type {type(first_batch).__name__!r}: batch['labels'] or"
@@ -67,7 +68,7 @@ class Weighting:
             )
         weight_by = self.weight_by
         if weight_by == "auto":
-            weight_by = "token" if has_tokens and self.count is not samples_of else "sample"
+            weight_by = "token" if has_labels or self.count not in (None, samples_of) else "sample"
         return Weighting(
             weight_by,
             self.count,

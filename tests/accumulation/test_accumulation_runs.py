@@ -158,14 +158,19 @@ def test_a_target_batch_in_tokens_counts_padding() -> None:
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["int", "tensor"])
-def test_a_target_batch_in_tokens_is_in_those_that_count_returns(as_tensor: bool) -> None:
+def test_a_target_batch_in_tokens_is_in_those_that_count_returns(as_tensor: bool, caplog: Any) -> None:
     def count(batch: Any) -> Any:
         targets = (batch[1] != -100).sum()
         return targets if as_tensor else int(targets)
 
     batches = token_batches([4, 4, 4, 4, 4, 4])
     assert batches[0][1].numel() > 4
-    assert lengths_of(TokenModel(), loader(batches), AccumulationScheduler(target_tokens=12, count=count)) == [3, 3]
+    with caplog.at_level("INFO"):
+        assert lengths_of(TokenModel(), loader(batches), AccumulationScheduler(target_tokens=12, count=count)) == [3, 3]
+    assert (
+        "AccumulationScheduler: 3 micro-batches per step, calculated from the first one of the run, which has 4 tokens"
+        " over all ranks." in caplog.text
+    )
 
 
 def test_tokens_as_a_clock_need_tokens() -> None:
