@@ -288,12 +288,7 @@ class AccumulationController(Callback):
                 progress = self.state.counted(progress, self.counter)
             self.state = windows.open_window(settings, self.state, progress)
             if is_first and isinstance(settings.schedule, TargetBatch):
-                counted = settings.schedule.counted
-                size = self.state.micro_batch_tokens if counted == "token" else self.state.micro_batch_samples
-                rank_zero_info(
-                    f"AccumulationScheduler: {self.state.window.planned} micro-batches per step, calculated from the"
-                    f" first one of the run, which has {size:,} {counted}s over all ranks."
-                )
+                self._report_target(settings.schedule.counted)
         self.state = windows.begin_micro_batch(settings, self.state, micro_batch)
         if settings.follows_trainer:
             return
@@ -435,6 +430,13 @@ class AccumulationController(Callback):
             size = trainer.strategy.broadcast(meter.weighting.size(batch, schedule.units))
             self.state = self.state.measured(*(self._num_data_ranks * count for count in size))
         return meter
+
+    def _report_target(self, counted: str) -> None:
+        size = self.state.micro_batch_tokens if counted == "token" else self.state.micro_batch_samples
+        rank_zero_info(
+            f"AccumulationScheduler: {self.state.window.planned} micro-batches per step, calculated from the first one"
+            f" of the run, which has {size:,} {counted}s over all ranks."
+        )
 
     def _is_spent(self) -> bool:
         """Whether the budget is spent for good: if skipped tokens are to be made up for, the last step must count."""
