@@ -379,7 +379,7 @@ def check_schedulers(found: Found) -> Iterator[PreflightFinding]:
         too_short = late > (0 if scheduler.after_its_end == "raises" else _slack(made))
         if not too_long and not (too_short and scheduler.after_its_end != "stays"):
             continue
-        end = "it never completes" if too_long else _AT_THE_END[scheduler.after_its_end]
+        end = "so it never completes" if too_long else _AT_THE_END[scheduler.after_its_end]
         yield PreflightFinding(
             "error" if too_short and scheduler.after_its_end == "raises" else "warning",
             "scheduler_length",

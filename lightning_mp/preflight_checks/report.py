@@ -101,5 +101,9 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _row(margin: str, *paragraphs: str) -> list[str]:
-    lines = [line for text in paragraphs for line in textwrap.wrap(text, _WIDTH - len(margin)) or [""]]
+    lines = [
+        line
+        for text in paragraphs
+        for line in textwrap.wrap(text, _WIDTH - len(margin), break_long_words=False) or [""]
+    ]
     return [margin + lines[0], *(" " * len(margin) + line for line in lines[1:])]

@@ -17,7 +17,7 @@ from small_models import WIDTH, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
-from lightning_mp import AutocastPrecision, preflight
+from lightning_mp import AutocastPrecision, ChinchillaBudget, preflight
 from lightning_mp.preflight_checks.report import PreflightFinding, PreflightReport
 
 NOTHING = PreflightReport(())
@@ -169,6 +169,13 @@ def test_optimizers_that_cannot_be_tried_are_said_to_be_unchecked() -> None:
     assert " reads values of tensors, for instance by .item()" in reason
     assert reason.endswith("What optimizers train, their schedules and memory are not checked either.")
     assert [finding.name for finding in report.findings] == ["loss_divided_twice"]
+
+
+def test_what_a_callback_refuses_is_said_once() -> None:
+    trainer = quiet_trainer(max_epochs=1, callbacks=[ChinchillaBudget(tokens=100)])
+    report = preflight(trainer, Net(), loader(regression_batches(2)))
+    assert [finding.name for finding in report.findings] == ["refused"]
+    assert report.not_checked == ()
 
 
 class Stream(IterableDataset[Tensor]):
