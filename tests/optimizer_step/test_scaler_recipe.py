@@ -236,7 +236,7 @@ def test_steps_of_other_modules_are_nobodys_business() -> None:
     trainer.optimizers[0].step()
 
 
-def test_a_step_that_only_makes_state_is_no_step(tmp_path: Any) -> None:
+def test_a_step_that_only_makes_state_is_no_step() -> None:
     """torch makes an optimizer's state so, with zero gradients and a learning rate of zero, to load a checkpoint."""
 
     class MakesState(pl.Callback):

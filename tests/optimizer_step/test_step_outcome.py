@@ -467,7 +467,7 @@ def test_a_group_that_is_added_before_the_outcome_is_known_keeps_its_settings(pl
     assert scheduler.base_lrs == [1e-2, 0.5]
 
 
-def test_a_teardown_that_raises_takes_everything_away(tmp_path: Path) -> None:
+def test_a_teardown_that_raises_takes_everything_away() -> None:
     """The end of a run updates the scale of its last batch, which may find that it has been at its floor too long."""
 
     class Manual(StepsByHand, Regression):

@@ -358,7 +358,7 @@ class TwoOptimizers(Regression):
         self.scales.append((scales[0], scales[1]))
 
 
-def test_one_scale_update_per_batch_with_several_optimizers(tmp_path: Any) -> None:
+def test_one_scale_update_per_batch_with_several_optimizers() -> None:
     """D09: with stock, the first optimizer's overflow halves the scale that the second one's gradients still have."""
     batches = regression_batches(3)
     reference = Regression()

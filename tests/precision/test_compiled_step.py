@@ -222,7 +222,7 @@ def test_24_bits_and_fsdp1_are_refused() -> None:
         )
 
 
-def test_a_compiler_that_is_missing_is_told_at_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_missing_is_told_at_set_up() -> None:
     with (
         torch.compiler.set_stance("force_eager"),
         pytest.raises(MisconfigurationException, match=r"could not compile a step for cpu.*C\+\+ compiler"),

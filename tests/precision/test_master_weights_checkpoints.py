@@ -190,7 +190,7 @@ def test_a_16_bit_module_takes_an_fp32_checkpoint_in_full_precision(tmp_path: Pa
     assert equal(spy.masters, expected)
 
 
-def test_16_bit_weights_without_an_optimizer_are_a_start(tmp_path: Path) -> None:
+def test_16_bit_weights_without_an_optimizer_are_a_start() -> None:
     half = Regression()
     fit([HalfPrecision("bf16-true")], half, 1)
     module = Regression(lambda p: torch.optim.SGD(p, lr=0.0))
@@ -243,7 +243,7 @@ def test_copies_of_a_module_with_full_weights_carry_no_masters() -> None:
     assert len(hooks) < 2000
 
 
-def test_averaged_weights_are_not_replaced_by_masters(tmp_path: Path) -> None:
+def test_averaged_weights_are_not_replaced_by_masters() -> None:
     """An average that was put into the module at the end is what the checkpoint holds."""
     trained: list[Tensor] = []
 
