@@ -159,8 +159,11 @@ class WatchSaved(Callback):
 
 # torch looks at blocks' inputs while it compiles them by themselves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("policy", [None, {"class:LayerNorm": "fp32"}], ids=["no policy", "policy"])
-@pytest.mark.parametrize("how", COMPILERS)
+@pytest.mark.parametrize(
+    ("how", "policy"),
+    [("in place", None), ("wrapped", {"class:LayerNorm": "fp32"}), ("whole", {"class:LayerNorm": "fp32"})],
+    ids=COMPILERS,
+)
 @pytest.mark.full
 def test_it_works_inside_of_torch_compile(how: str, policy: Any, caplog: pytest.LogCaptureFixture) -> None:
     """One graph per block, the same bits as compiled without it, and less saved; counting would uncompile it."""

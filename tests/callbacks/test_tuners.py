@@ -46,9 +46,7 @@ class Tuned(TokenModel):
 
 PLUGINS: dict[str, Callable[[], list[Any]]] = {
     "no plugin": list,
-    "bf16": lambda: [AutocastPrecision("bf16-mixed")],
     "fp16": lambda: [AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**16, growth_interval=2))],
-    "masters": lambda: [MasterWeightsPrecision("bf16-true")],
     "remainder": lambda: [MasterWeightsPrecision("bf16-true", storage="remainder")],
 }
 CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
