@@ -24,10 +24,8 @@ from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
-from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.noise_scale import (
-    NUM_NUMBERS,
     ClosedNoiseWindow,
     NoiseScale,
     NoiseScaleAverage,
@@ -46,7 +44,6 @@ from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.ragged_batches import RaggedBatches
 
 _COUNT = "Pass count=, a function from a batch to its number of samples."
-_OPEN_WINDOW = "lightning_mp_noise_window"
 
 
 @dataclass
@@ -86,10 +83,11 @@ class GradientNoiseScale(SettingsRepr, Callback):
     - FSDP2: the gradient of all ranks' first micro-batches, after its reduction. Needs two micro-batches per step.
 
     Both are true gradients of the optimizer's parameters: the loss scale is divided out, and so are the weights of
-    :class:`~lightning_mp.AccumulationScheduler`. Skipped steps are left out. Noise is measured per *sample* (a
-    sequence), because the tokens of a sequence are not independent. With micro-batches weighted by tokens, the gradient
-    is a mean over tokens, and the batch size is still counted in samples. ``mp/noise_scale`` is in samples, and
-    ``mp/noise_scale_tokens`` is that times the mean target tokens of a sample.
+    :class:`~lightning_mp.AccumulationScheduler`. Skipped steps are left out, and so is a window that a resumed run
+    continues. Noise is measured per *sample* (a sequence), because the tokens of a sequence are not independent. With
+    micro-batches weighted by tokens, the gradient is a mean over tokens, and the batch size is still counted in
+    samples. ``mp/noise_scale`` is in samples, and ``mp/noise_scale_tokens`` is that times the mean target tokens of a
+    sample.
 
     It only monitors. The estimate rests on a model of training; measured best batch sizes can differ by a factor of two
     or more, especially early in a run (Merrill et al. 2025, "Critical Batch Size Revisited").
@@ -125,7 +123,6 @@ class GradientNoiseScale(SettingsRepr, Callback):
         self.average = NoiseScaleAverage(average_steps)
         self._fit: _Fit | None = None
         self._ragged = RaggedBatches("GradientNoiseScale counts in them, which may be wrong.", _COUNT)
-        self._carried: list[float] | None = None
 
     @property
     def estimate(self) -> NoiseScale | None:
@@ -236,7 +233,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if window is None or fit.samples == 0:
             return
         window.is_countable &= fit.samples is not None
-        if not window.micro_batches and window.small_square is None and _is_available(fit):
+        if not window.micro_batches and _is_available(fit):
             stepped = _stepped(trainer)
             is_own_afterwards = fit.is_sharded or _accumulates_locally(trainer)
             fit.norms_in_backward = not is_own_afterwards or any(p.grad is not None for p in stepped)
@@ -335,33 +332,6 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def on_save_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Saves what an open window has measured, if its gradient is saved as well."""
-        controller, window = AccumulationController.of(trainer), self._fit.window if self._fit is not None else None
-        if controller is None or window is None or window.small_square is None:
-            return
-        if controller.is_open and controller.settings.saves_partial_gradients:
-            checkpoint[_OPEN_WINDOW] = gradient_ops.sum_over_ranks_(window.numbers(pl_module.device)).tolist()
-
-    def on_load_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Keeps the measurements of an open window."""
-        # not finite in a window that is going to be skipped
-        kinds = {_OPEN_WINDOW: or_none(listed_of(ANY_NUMBER, NUM_NUMBERS))}
-        saved = {_OPEN_WINDOW: checkpoint.get(_OPEN_WINDOW)}
-        self._carried = checked_state(saved, kinds, "GradientNoiseScale")[_OPEN_WINDOW]
-
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Continues inside a window that was saved open."""
-        carried, self._carried = self._carried, None
-        if carried is not None and self._fit is not None:
-            self._fit.window = NoiseWindow.resumed(
-                trainer.global_step, carried, pl_module.device, is_global_zero=trainer.is_global_zero
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """The averages, settled."""
         self._flush_pending()
@@ -404,7 +374,7 @@ def _closed(fit: _Fit, window: NoiseWindow) -> ClosedNoiseWindow:
         big_factor=1.0 if weight_by else (int(fit.trainer.accumulate_grad_batches) / window.micro_batches) ** 2,
         alike=weight_by in (None, "batch"),
         sharded=fit.is_sharded,
-        data_ranks=num_data_ranks(fit.trainer) if window.carried is None else None,
+        data_ranks=num_data_ranks(fit.trainer),
     )
 
 

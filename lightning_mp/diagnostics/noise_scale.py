@@ -12,7 +12,7 @@ without bias (appendix A.1). Each is averaged separately before the ratio is tak
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -181,10 +181,6 @@ def _fieller(a: float, b: float, var_a: float, var_b: float, covariance: float) 
     return max((linear - root) / quadratic, 0.0), (linear + root) / quadratic
 
 
-#: Length of :meth:`NoiseWindow.numbers`.
-NUM_NUMBERS = 10
-
-
 @dataclass
 class NoiseWindow:
     """The micro-batches of one step on this rank, so far."""
@@ -204,20 +200,10 @@ class NoiseWindow:
     small_square: Tensor | None = None
     # this rank's share of the squared norm of the step's gradient; None where the outcome has it
     big_square: Tensor | None = None
-    # `numbers` over all ranks of the part before a resume, on rank 0, and zeros on the others; None for a window that
-    # was not resumed
-    carried: Tensor | None = None
-
-    @classmethod
-    def resumed(cls, step_index: int, numbers: Sequence[float], device: torch.device, *, is_global_zero: bool) -> Self:
-        """A window that was saved open: its first micro-batch is over."""
-        dtype = gradient_ops.accumulation_dtype(device)
-        carried = torch.tensor(numbers, dtype=dtype, device=device) * float(is_global_zero)
-        return cls(step_index, carried=carried, small_square=torch.zeros((), dtype=dtype, device=device))
 
     def add(self, samples: int, tokens: float | Tensor, weight: float | Tensor) -> None:
         """Books a micro-batch."""
-        if not self.micro_batches and self.carried is None:
+        if not self.micro_batches:
             self.first_size, self.first_weight = samples, weight
         self.micro_batches += 1
         self.samples += samples
@@ -242,21 +228,19 @@ class NoiseWindow:
     def numbers(self, device: torch.device) -> Tensor:
         """All numbers that are added over ranks, shape ``[10]``, on the run's device: gradients may be offloaded."""
         assert self.small_square is not None
-        is_first = float(self.carried is None)
         entries = (
             self.small_square if self.is_countable else math.nan,
             0.0 if self.big_square is None else self.big_square,
-            self.first_weight * is_first,
+            self.first_weight,
             self.tokens,
-            is_first,
-            is_first / self.first_size,
-            self.first_size * is_first,
+            1.0,
+            1 / self.first_size,
+            self.first_size,
             self.inverse_sizes,
             self.samples,
             self.micro_batches,
         )
-        made = sent_to(torch.stack([on_device_of(self.small_square, entry) for entry in entries]), device)
-        return made if self.carried is None else made + self.carried
+        return sent_to(torch.stack([on_device_of(self.small_square, entry) for entry in entries]), device)
 
 
 @dataclass(frozen=True)
@@ -267,8 +251,7 @@ class ClosedNoiseWindow:
     big_factor: float  # makes the squared norm of the step that of the mean gradient
     alike: bool  # micro-batches weigh the same, whatever they hold
     sharded: bool  # the small gradient is one of all ranks, in shards; else each rank has its own
-    # ranks that see different data; None where the first micro-batch was on other ranks, all different
-    data_ranks: int | None
+    data_ranks: int  # ranks that see different data
 
     def read(self, big_square: float | None) -> tuple[float, float, float, float, float] | None:
         """Squared norms, inverse sizes, tokens of a sample; None if a norm is not finite or the sizes are equal."""
@@ -276,11 +259,10 @@ class ClosedNoiseWindow:
             self.numbers.read()
         )
         # Ranks that share their data (tensor parallel) have counted it once each.
-        data_ranks = ranks if self.data_ranks is None else self.data_ranks
-        sharing = ranks / data_ranks
+        sharing = ranks / self.data_ranks
         if self.sharded:
             small *= (ranks / weight) ** 2
-            small_inverse = first_inverse / sharing / data_ranks**2 if self.alike else sharing / first_samples
+            small_inverse = first_inverse / sharing / self.data_ranks**2 if self.alike else sharing / first_samples
         else:
             small, small_inverse = small / ranks, first_inverse / ranks
         # A mean of m means has the variance of one over m^2 sum_i 1 / b_i; one of all samples that of sum_i b_i.
