@@ -9,6 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -405,7 +406,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
         3.0
     """
     return {
-        name: {"states": _moved(metric.metric_state, torch.device("cpu"), copy=True), "updates": metric.update_count}
+        name: {"states": _copied(metric.metric_state, torch.device("cpu")), "updates": metric.update_count}
         for name, metric in module.named_modules()
         if isinstance(metric, Metric) and metric.update_count
     }
@@ -416,15 +417,11 @@ def restore_metric_states(module: nn.Module, saved: Mapping[str, Any]) -> None:
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
     for name in saved.keys() & metrics.keys():
         metric = metrics[name]
-        set_metric_state(metric, _moved(saved[name]["states"], metric.device), saved[name]["updates"])
+        set_metric_state(metric, _copied(saved[name]["states"], metric.device), saved[name]["updates"])
 
 
-def _moved(value: Any, device: torch.device, *, copy: bool = False) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _moved(inner, device, copy=copy) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_moved(inner, device, copy=copy) for inner in value]
-    return value.detach().to(device, copy=copy) if isinstance(value, Tensor) else value
+def _copied(states: Any, device: torch.device) -> Any:
+    return apply_to_collection(states, Tensor, lambda value: value.detach().to(device, copy=True))
 
 
 _LIST = Kind("a list", lambda value: isinstance(value, list))

@@ -95,7 +95,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
     def __init__(self, split: SplitFunction | None = None, min_size: int = 1) -> None:
         self.split = function_or_none(split, "split", "MicroBatchOnOOM", "from a batch and a size to a list of batches")
-        self.min_size = _positive_integer(min_size)
+        self.min_size = whole_number(min_size, "min_size", "MicroBatchOnOOM", unit="samples")
         self.size: int | None = None
         self._fit: _Fit | None = None
 
@@ -258,11 +258,6 @@ def _guard_all_gather(patches: Patches, pl_module: "pl.LightningModule", logs: M
         return method.original(*args, **kwargs)
 
     method = patches.replace(pl_module, "all_gather", all_gather)
-
-
-def _positive_integer(value: Any) -> int:
-    is_text = isinstance(value, str) and value.isdecimal()  # as the command line has it
-    return whole_number(int(value) if is_text else value, "min_size", "MicroBatchOnOOM", unit="samples")
 
 
 def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

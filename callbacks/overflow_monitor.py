@@ -249,19 +249,13 @@ class OverflowMonitor(SettingsRepr, Callback):
     def state_dict(self) -> dict[str, Any]:
         """The totals, settled."""
         self._flush_pending()
-        return {
-            "attempted_steps": self.attempted_steps,
-            "skipped_steps": self.skipped_steps,
-            "skip_streak": self.skip_streak,
-        }
+        return {name: getattr(self, name) for name in _TOTALS}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from saved totals."""
-        kinds = dict.fromkeys(("attempted_steps", "skipped_steps", "skip_streak"), COUNT)
-        state = checked_state(state_dict, kinds, "OverflowMonitor")
-        self.attempted_steps = state["attempted_steps"]
-        self.skipped_steps = state["skipped_steps"]
-        self.skip_streak = state["skip_streak"]
+        state = checked_state(state_dict, dict.fromkeys(_TOTALS, COUNT), "OverflowMonitor")
+        for name in _TOTALS:
+            setattr(self, name, state[name])
         # FSDP strategies load after `on_fit_start`.
         self._pass_on_skips()
 
@@ -335,6 +329,8 @@ class _Fit:
     must_stop: bool = False
 
 
+#: What a checkpoint holds.
+_TOTALS = ("attempted_steps", "skipped_steps", "skip_streak")
 #: From LossScaler's largest to its smallest scale, by half on each skip.
 _SKIPS_OF_A_FALLING_SCALE = 48
 #: A run of a few steps, a trial, says nothing about the one that follows.

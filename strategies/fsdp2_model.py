@@ -16,7 +16,7 @@ from lightning_mp.core import private_sharding_api
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.precisions import low_dtype
-from lightning_mp.distributed.materialize import Materialiser, not_initialisable
+from lightning_mp.distributed.materialize import materialise, not_initialisable
 from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units_of_one_dtype
 from lightning_mp.distributed.sharding_rules import refuse_half_tied_units
 from lightning_mp.modules.forward_wrapper import class_forward
@@ -117,7 +117,6 @@ def shard_model(
         )
     modules = dict(named_modules(module))
     roots = [""] if module.automatic_optimization else _roots_in_manual_optimization(module, names)
-    materialize = Materialiser(device)
     done: set[int] = set()
     for unit in units_of_one_dtype(module, units_for(module, [*names, *roots], plugin)):
         owned = []
@@ -126,7 +125,7 @@ def shard_model(
                 if id(part) not in done:
                     done.add(id(part))
                     owned.append((f"{name}.{part_name}".strip("."), part))
-        materialize([part for _, part in owned])
+        materialise([part for _, part in owned], device)
         if split is not None:
             split.layers([name for name, _ in owned])
         parts = [modules[name] for name in unit.modules]

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp.distributed.materialize import Materialiser, not_initialisable
+from lightning_mp.distributed.materialize import materialise, not_initialisable
 from lightning_mp.modules.stage_placeholder import StageSplit
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.partition import first_layers, named_split_points, split_model
@@ -99,7 +100,7 @@ def split_into_stages(
             " reset_parameters(), so nothing can give their parameters and buffers a value. Define it, or build the"
             " model without init_module(empty_init=True)."
         )
-    return split_model(module, layers, splits, stage, materialize=Materialiser(device))
+    return split_model(module, layers, splits, stage, materialize=partial(materialise, device=device))
 
 
 def description(split: StageSplit, *, microbatches: int, replicas: int, schedule: str) -> str:

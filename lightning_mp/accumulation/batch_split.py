@@ -2,9 +2,10 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,11 +47,17 @@ def num_samples(batch: Any) -> int:
     >>> num_samples({"x": torch.zeros(3, 5), "names": ["a", "b", "c"], "epoch": 7})
     3
     """
-    first_path, count = "", None
-    for path, length in _lengths(batch, "batch"):
-        if count is None:
-            first_path, count = path, length
-        elif length != count:
+    rows: dict[str, int] = {}
+
+    def note(part: Any, path: str) -> Any:
+        rows[path] = len(part)
+        return part
+
+    _map_rows(batch, note)
+    first_path = next(iter(rows), "")
+    count = rows.get(first_path, 0)
+    for path, length in rows.items():
+        if length != count:
             raise UnsplittableBatchError(f"this batch: {path} has {length} rows, {first_path} has {count}.")
     if not count:
         raise UnsplittableBatchError(
@@ -90,7 +97,10 @@ def split_batch(batch: Any, size: int) -> list[Microbatch]:
     samples = num_samples(batch)
     if samples <= size:
         return [Microbatch(batch, samples)]
-    return [Microbatch(_slice(batch, start, stop), stop - start) for start, stop in microbatch_bounds(samples, size)]
+    return [
+        Microbatch(_map_rows(batch, partial(_slice, part=slice(start, stop))), stop - start)
+        for start, stop in microbatch_bounds(samples, size)
+    ]
 
 
 def split_by(split: SplitFunction, batch: Any, size: int) -> list[Microbatch]:
@@ -154,41 +164,37 @@ def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int], shares: Seque
     return _rebuild_sequence(last, [merge_outputs(parts, sizes, shares) for parts in zip(*outputs, strict=True)])
 
 
-# -- taking apart ------------------------------------------------------------------------------------------------------
+# -- taking apart and putting together ---------------------------------------------------------------------------------
 
 
-def _lengths(value: Any, path: str) -> Iterator[tuple[str, int]]:
-    """Path and length of everything that is sliced."""
+def _map_rows(value: Any, visit: Callable[[Any, str], Any], path: str = "batch") -> Any:
+    """The same containers with what ``visit`` makes of everything in them that has one row per sample, at its path."""
     if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-        _refuse(value, path, "a nested or sparse tensor")
+        raise UnsplittableBatchError(f"this batch: {path} is a nested or sparse tensor.")
+    if isinstance(value, PackedSequence):
+        raise UnsplittableBatchError(f"this batch: {path} is a PackedSequence.")
+    if isinstance(value, _SHARED):
+        return value
     if _is_array(value):
-        if value.ndim:
-            yield path, value.shape[0]
-    elif isinstance(value, PackedSequence):
-        _refuse(value, path, "a PackedSequence")
-    elif isinstance(value, _SHARED):
-        return
-    elif _is_list_of_samples(value):
-        if value:
-            yield path, len(value)
-    else:
-        for part_path, part in _parts(value, path):
-            yield from _lengths(part, part_path)
-
-
-def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        return visit(value, path) if value.ndim else value
+    if _is_list_of_samples(value):
+        return visit(value, path) if value else value
     if isinstance(value, MutableMapping):
-        yield from ((f"{path}[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, list | tuple):
-        yield from ((f"{path}[{index}]", part) for index, part in enumerate(value))
-    elif _is_dataclass(value):
-        yield from ((f"{path}.{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value))
-    else:
-        _refuse(value, path, f"of type {type(value).__name__!r}")
+        return _rebuild_mapping(value, {k: _map_rows(part, visit, f"{path}[{k!r}]") for k, part in value.items()})
+    if isinstance(value, list | tuple):
+        return _rebuild_sequence(value, [_map_rows(part, visit, f"{path}[{i}]") for i, part in enumerate(value)])
+    if not _is_dataclass(value):
+        raise UnsplittableBatchError(f"this batch: {path} is of type {type(value).__name__!r}.")
+    rebuilt = copy(value)
+    for field in dataclasses.fields(value):
+        # A frozen dataclass has no other way.
+        part = _map_rows(getattr(value, field.name), visit, f"{path}.{field.name}")
+        object.__setattr__(rebuilt, field.name, part)
+    return rebuilt
 
 
-def _refuse(value: Any, path: str, what: str) -> None:
-    raise UnsplittableBatchError(f"this batch: {path} is {what}.")
+def _slice(rows: Any, path: str, part: slice) -> Any:
+    return rows[part] if _is_array(rows) else type(rows)(rows[part])
 
 
 def _is_list_of_samples(value: Any) -> bool:
@@ -215,28 +221,6 @@ def _holds_tensor(value: Any) -> bool:
     if _is_dataclass(value):
         return any(_holds_tensor(getattr(value, field.name)) for field in dataclasses.fields(value))
     return False
-
-
-# -- putting together --------------------------------------------------------------------------------------------------
-
-
-def _slice(value: Any, start: int, stop: int) -> Any:
-    if _is_array(value):
-        return value[start:stop] if value.ndim else value
-    if isinstance(value, _SHARED):
-        return value
-    if _is_list_of_samples(value):
-        return type(value)(value[start:stop]) if value else value
-    if isinstance(value, MutableMapping):
-        return _rebuild_mapping(value, {key: _slice(part, start, stop) for key, part in value.items()})
-    if isinstance(value, list | tuple):
-        return _rebuild_sequence(value, [_slice(part, start, stop) for part in value])
-    assert _is_dataclass(value)
-    microbatch = copy(value)
-    for field in dataclasses.fields(value):
-        # A frozen dataclass has no other way.
-        object.__setattr__(microbatch, field.name, _slice(getattr(value, field.name), start, stop))
-    return microbatch
 
 
 def _rebuild_mapping(like: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -103,6 +103,8 @@ class AccumulationController(Callback):
         elif controller.settings.weighting is None:
             controller.settings.constant = int(trainer.accumulate_grad_batches)
         controller._is_plugins = False
+        # After all callbacks' hooks: one of them may write a checkpoint of an open window on an exception.
+        Patches.of(trainer).at_end(lambda: controller.release(trainer))
         return controller
 
     @classmethod
@@ -231,16 +233,6 @@ class AccumulationController(Callback):
         if self._fit.meter is not None:
             self._fit.meter.restore_labels()
         self.counter.flush_pending()
-
-    def teardown(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Gives the Trainer its own setting back."""
-        self.release(trainer)
-
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """The same; the window stays until all callbacks have had this hook, as one may write a checkpoint."""
-        if not self.settings.follows_trainer:
-            trainer.accumulate_grad_batches = self.settings.idle_value()
-        Patches.of(trainer).at_end(lambda: self.release(trainer))
 
     def release(self, trainer: "pl.Trainer") -> None:
         """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""

@@ -5,6 +5,7 @@ the batch, which live on anyway, are left out. They are seen by saved-tensor hoo
 caching and speed do not matter.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
+from lightning_mp.core.quantities import format_bytes
 from lightning_mp.flops.operation_flops import operation_flops
 from lightning_mp.gradients.gradient_ops import local_shard
 
@@ -50,7 +51,7 @@ class RecomputeReport:
         plain_flops = self.step_flops - self.recompute_flops
         more = self.recompute_flops / plain_flops if plain_flops else 0.0
         saved, without, again = map(
-            _readable, (self.saved_bytes, self.saved_bytes_without, self.largest_recompute_bytes)
+            format_bytes, (self.saved_bytes, self.saved_bytes_without, self.largest_recompute_bytes)
         )
         return (
             f"{self.calls} calls keep their inputs only. Saved for backward: {saved} instead of {without}"
@@ -62,13 +63,6 @@ class RecomputeReport:
                 else ""
             )
         )
-
-
-def _readable(size_bytes: int) -> str:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size_bytes >= 1024**power:
-            return f"{size_bytes / 1024**power:.1f} {unit}"
-    return f"{size_bytes} bytes"
 
 
 class StorageBytes:
@@ -115,10 +109,7 @@ class StepCost:
     """
 
     def __init__(self, model: nn.Module, batch: Any) -> None:
-        self._dispatch = private_api.observe_dispatch(self._after_operation)
-        self._hooks = saved_tensors_hooks(self._saved_outside, lambda tensor: tensor)
-        self._handle: RemovableHandle | None = None
-        self._counts_flops = False
+        self._in_forward, self._in_micro_batch = ExitStack(), ExitStack()
         self._warn_once = WarnOnce("ActivationCheckpointing")
         self._known = StorageBytes(self._warn_once)
         for tensor in (*model.parameters(), *model.buffers(), *tensors_in(batch)):
@@ -135,24 +126,18 @@ class StepCost:
     def begin(self) -> None:
         """Starts counting, before the forward."""
         # Sharded weights are gathered for the time of a module's forward; its own hooks come later than this one.
-        self._handle = register_module_forward_hook(self._after_forward)
-        self._hooks.__enter__()
-        self._dispatch.__enter__()
-        self._counts_flops = True
+        self._in_forward.callback(register_module_forward_hook(self._after_forward).remove)
+        self._in_forward.enter_context(saved_tensors_hooks(self._saved_outside, lambda tensor: tensor))
+        self._in_micro_batch.enter_context(private_api.observe_dispatch(self._after_operation))
 
     def end_forward(self) -> None:
         """Counts no more saved tensors."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-            self._hooks.__exit__()
+        self._in_forward.close()
 
     def end(self) -> None:
         """Counts no more at all."""
-        self.end_forward()
-        if self._counts_flops:
-            self._counts_flops = False
-            self._dispatch.__exit__(None, None, None)
+        self._in_forward.close()
+        self._in_micro_batch.close()
 
     def report(self) -> RecomputeReport:
         """What was counted."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -19,23 +19,21 @@ from lightning_mp.modules.whole_parameters import whole_parameters
 Sync = Literal["window", "micro_batch"]
 
 
-class GradientSync(Protocol):
+class GradientSync:
     """Told what each micro-batch is, before its forward."""
 
     def begin(self, *, closes: bool) -> None:
         """A micro-batch begins; ``closes`` if the optimizer steps after it."""
-        ...
 
     def end(self) -> None:
         """The micro-batch is over."""
-        ...
 
     def detach(self) -> None:
         """Leaves the modules as they were."""
-        ...
+        self.end()
 
 
-class _StaticGraphDDP:
+class _StaticGraphDDP(GradientSync):
     """``DDP(static_graph=True)`` learns its graph in the first backward, which has to reduce, or torch asserts."""
 
     def __init__(self) -> None:
@@ -50,14 +48,8 @@ class _StaticGraphDDP:
             )
         self._learnt = True
 
-    def end(self) -> None:
-        pass
 
-    def detach(self) -> None:
-        pass
-
-
-class _FSDP2Sync:
+class _FSDP2Sync(GradientSync):
     """FSDP2's own switch, which holds until it is set again."""
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
@@ -69,14 +61,11 @@ class _FSDP2Sync:
         for unit in self._units:
             unit.set_requires_gradient_sync(closes, recurse=False)
 
-    def end(self) -> None:
-        pass
-
     def detach(self) -> None:
         self.begin(closes=True)
 
 
-class _FSDP1Sync:
+class _FSDP1Sync(GradientSync):
     """FSDP1's ``no_sync``, around forward and backward of all micro-batches but the last."""
 
     def __init__(self, roots: list[FullyShardedDataParallel]) -> None:
@@ -90,9 +79,6 @@ class _FSDP1Sync:
                 self._stack.enter_context(no_sync)
 
     def end(self) -> None:
-        self._stack.close()
-
-    def detach(self) -> None:
         self._stack.close()
 
 

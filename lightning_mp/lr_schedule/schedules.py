@@ -8,7 +8,7 @@ progress of a run.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 #: From the fraction of the budget that is spent to the factor of the peak learning rate.
 TokenSchedule = Callable[[float], float]
@@ -21,7 +21,6 @@ _SHAPES: dict[str, Callable[[float], float]] = {
     "1-sqrt": lambda u: 1.0 - math.sqrt(u),
     "cosine": lambda u: 0.5 * (1.0 + math.cos(math.pi * u)),
 }
-
 
 #: Names of the shapes.
 COOLDOWN_SHAPES = tuple(_SHAPES)
@@ -209,12 +208,6 @@ def _check(schedule: object, name: str, high: float = 1.0) -> None:
         raise ValueError(f"{type(schedule).__name__}({name}={value!r}): it must be a number {allowed}.")
 
 
-#: The names of :class:`Cooldown`'s shapes.
-COOLDOWN_SHAPES = tuple(_SHAPES)
-
-
 def _check_shape(schedule: object, shape: str) -> None:
     if not isinstance(shape, str) or shape not in _SHAPES:
-        raise ValueError(
-            f"{type(schedule).__name__}(shape={shape!r}) is unknown; it must be one of {get_args(CooldownShape)}."
-        )
+        raise ValueError(f"{type(schedule).__name__}(shape={shape!r}) is unknown; it must be one of {COOLDOWN_SHAPES}.")

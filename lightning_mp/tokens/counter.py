@@ -1,7 +1,7 @@
 """The run's account of tokens: global integers, exact, read from the device one window late."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from operator import sub
 from typing import Any
 
@@ -12,10 +12,8 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.saved_state import COUNT, checked_state
 from lightning_mp.gradients.gradient_ops import accumulation_dtype
 
-#: Entries of a counter's state; no part is larger than ``tokens``.
+#: Entries of a counter's state that are parts of its ``tokens``.
 _PARTS = ("skipped_tokens", "repeated_tokens", "last_window_tokens")
-_SUMS = ("tokens", "input_tokens", "nonpad_tokens", "samples", "windows", "last_window_samples")
-COUNTER_KINDS = dict.fromkeys((*_SUMS, *_PARTS, "largest_micro_batch"), COUNT)
 
 #: Length of the vector that a window adds over all ranks, see :meth:`AccumulationTotals.tensor`.
 NUM_TOTALS = 6
@@ -80,20 +78,22 @@ class _Unread:
     skipped: bool = False
 
 
+@dataclass(eq=False)
 class TokenCounter:
     """Global totals of all windows closed so far. They do not depend on the number of ranks."""
 
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.input_tokens = 0
-        self.nonpad_tokens = 0
-        self.samples = 0
-        self.skipped_tokens = 0
-        self.repeated_tokens = 0
-        self.windows = 0
-        self.largest_micro_batch = 0
-        self._last_window_tokens = 0
-        self._last_window_samples = 0
+    tokens: int = 0
+    input_tokens: int = 0
+    nonpad_tokens: int = 0
+    samples: int = 0
+    skipped_tokens: int = 0
+    repeated_tokens: int = 0
+    windows: int = 0
+    largest_micro_batch: int = 0
+    last_window_tokens: int = 0
+    last_window_samples: int = 0
+
+    def __post_init__(self) -> None:
         self._unread: deque[_Unread] = deque()
 
     @property
@@ -104,12 +104,12 @@ class TokenCounter:
     @property
     def tokens_before_last_window(self) -> int:
         """Tokens of all windows but the one closed last: the same whether or not that one has been read."""
-        return self.tokens if self._unread else self.tokens - self._last_window_tokens
+        return self.tokens if self._unread else self.tokens - self.last_window_tokens
 
     @property
     def samples_before_last_window(self) -> int:
         """Samples of all windows but the one closed last."""
-        return self.samples if self._unread else self.samples - self._last_window_samples
+        return self.samples if self._unread else self.samples - self.last_window_samples
 
     def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> None:
         """Takes the totals of a window, already summed over all ranks, and reads those of the windows before."""
@@ -121,14 +121,14 @@ class TokenCounter:
         if self._unread:
             self._unread[-1].skipped = True
         else:
-            self.skipped_tokens += self._last_window_tokens
+            self.skipped_tokens += self.last_window_tokens
 
     def flush_pending(self) -> None:
         """Reads everything that is still on its way."""
         while self._unread:
             window = self._unread.popleft()
             _, tokens, input_tokens, samples, nonpad, largest = map(round, window.totals.read())
-            self._last_window_tokens, self._last_window_samples = tokens, samples
+            self.last_window_tokens, self.last_window_samples = tokens, samples
             self.tokens += tokens
             self.input_tokens += input_tokens
             self.nonpad_tokens += nonpad
@@ -145,22 +145,12 @@ class TokenCounter:
     def state_dict(self) -> dict[str, Any]:
         """All totals, settled."""
         self.flush_pending()
-        return {
-            "tokens": self.tokens,
-            "input_tokens": self.input_tokens,
-            "nonpad_tokens": self.nonpad_tokens,
-            "samples": self.samples,
-            "skipped_tokens": self.skipped_tokens,
-            "repeated_tokens": self.repeated_tokens,
-            "windows": self.windows,
-            "largest_micro_batch": self.largest_micro_batch,
-            "last_window_tokens": self._last_window_tokens,
-            "last_window_samples": self._last_window_samples,
-        }
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from saved totals."""
-        state = checked_state(state, COUNTER_KINDS, "the token counter")
+        names = [entry.name for entry in fields(self)]
+        state = checked_state(state, dict.fromkeys(names, COUNT), "the token counter")
         if too_large := [name for name in _PARTS if state[name] > state["tokens"]]:
             raise ValueError(
                 f"The checkpoint's state of the token counter cannot be loaded: {too_large[0]!r} is"
@@ -168,16 +158,8 @@ class TokenCounter:
                 " another checkpoint."
             )
         self._unread.clear()
-        self.tokens = state["tokens"]
-        self.input_tokens = state["input_tokens"]
-        self.nonpad_tokens = state["nonpad_tokens"]
-        self.samples = state["samples"]
-        self.skipped_tokens = state["skipped_tokens"]
-        self.repeated_tokens = state["repeated_tokens"]
-        self._last_window_tokens = state["last_window_tokens"]
-        self._last_window_samples = state["last_window_samples"]
-        self.windows = state["windows"]
-        self.largest_micro_batch = state["largest_micro_batch"]
+        for name in names:
+            setattr(self, name, state[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,7 @@ def test_it_is_printed_once(caplog: pytest.LogCaptureFixture) -> None:
         "ActivationCheckpointing: 16 modules of class ChainBlock run again in backward: segments.0.0, segments.1.0,"
         " segments.2.0, segments.3.0, segments.4.0 and 11 more.",
         "ActivationCheckpointing, first micro-batch on this rank: 16 calls keep their inputs only. Saved for backward:"
-        " 16.0 KiB instead of 64.0 KiB (-75%); up to 3.0 KiB more while one of them runs again. That adds 6.55e+04"
+        " 16 KiB instead of 64 KiB (-75%); up to 3 KiB more while one of them runs again. That adds 6.55e+04"
         " FLOPs to 1.93e+05 (+34%).",
     ]
 

@@ -6,7 +6,7 @@ import torch
 from gloo import process_group, run_ranks
 from torch import nn
 
-from lightning_mp.distributed.materialize import Materialiser
+from lightning_mp.distributed.materialize import materialise
 
 
 def test_what_comes_to_life_stays_frozen_has_its_buffers_and_may_lie_in_any_order() -> None:
@@ -15,7 +15,7 @@ def test_what_comes_to_life_stays_frozen_has_its_buffers_and_may_lie_in_any_orde
             norm, turned = nn.BatchNorm1d(3, device="meta"), nn.Linear(4, 3)
             norm.weight.requires_grad_(False)
             turned.weight = nn.Parameter(torch.full((4, 3), float(rank)).t())
-            Materialiser(torch.device("cpu"))([norm, turned])
+            materialise([norm, turned], torch.device("cpu"))
             trainable = [parameter.requires_grad for parameter in norm.parameters()]
             # NCCL sends nothing that is not contiguous.
             sent = turned.weight.abs().sum().item(), turned.weight.is_contiguous()
