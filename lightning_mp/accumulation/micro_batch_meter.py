@@ -11,7 +11,7 @@ from lightning_mp.accumulation.windows import Window
 from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.tokens import batch_tokens
-from lightning_mp.tokens.budget import BudgetLimiter, OpenWindow, TokenBudget
+from lightning_mp.tokens.budget import BudgetLimiter, TokenBudget
 from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, Weighting
 from lightning_mp.tokens.ragged_batches import RaggedBatches
@@ -41,9 +41,7 @@ class MicroBatchMeter:
         self.schedule_counts = settings.schedule is not None and not settings.schedule.units <= {"epoch", "step"}
         self.looks_at_rows = self.weighting.counts_rows
         self.has_trimmed = False
-        self._trainer = trainer
-        self._device = pl_module.device
-        self._limiter = BudgetLimiter(counter, self.weighting)
+        self._limiter = BudgetLimiter(counter, self.weighting, data_rank(trainer), pl_module.device)
         self._ragged = RaggedBatches(
             "accumulation weighs micro-batches, or counts samples, by them.",
             "If the loss is a mean over something else, pass count=, a function from a batch to the number that its"
@@ -69,10 +67,8 @@ class MicroBatchMeter:
         if self._limiter.is_far_from_the_end(budget, position, certain_tokens):
             return measure, False
         assert totals is not None
-        here = OpenWindow(totals, position, measure, data_rank(self._trainer), self._device)
         self.has_trimmed = True
-        ends_run, measure = self._limiter.begin_micro_batch(budget, here, batch)
-        return measure, ends_run
+        return self._limiter.begin_micro_batch(budget, totals, position, measure, batch)
 
     def weighs_rows(self) -> None:
         """The first loss has not shown what it averages over: the rows of batches matter."""

@@ -86,17 +86,6 @@ def _spread(counts: Sequence[int], total: int) -> tuple[int, ...]:
     return tuple(kept)
 
 
-@dataclass(frozen=True)
-class OpenWindow:
-    """How far a run is when a micro-batch begins."""
-
-    totals: AccumulationTotals  # of the window's earlier micro-batches on this rank
-    position: int  # how many of them there are
-    measure: Measure  # the micro-batch that begins
-    data_rank: int  # this rank among those that see different data
-    device: torch.device  # where counts are gathered
-
-
 def spent_tokens(budget: TokenBudget, counter: TokenCounter) -> int:
     """Tokens of a counter that count for a budget."""
     return counter.tokens - (counter.skipped_tokens if budget.makes_up_for_skips else 0)
@@ -113,11 +102,13 @@ def is_spent_already(
 
 
 class BudgetLimiter:
-    """Trims the micro-batch in which a budget ends."""
+    """Trims the micro-batch in which a budget ends; ``data_rank`` is this rank among those that see different data."""
 
-    def __init__(self, counter: TokenCounter, weighting: Weighting) -> None:
+    def __init__(self, counter: TokenCounter, weighting: Weighting, data_rank: int, device: torch.device) -> None:
         self._counter = counter
         self._weighting = weighting
+        self._data_rank = data_rank
+        self._device = device
         self._undo_trim: Callable[[], None] | None = None
 
     def is_far_from_the_end(self, budget: TokenBudget, position: int, certain_tokens: int) -> bool:
@@ -132,20 +123,26 @@ class BudgetLimiter:
             and spent_tokens(budget, self._counter) + 2 * largest * in_flight + certain_tokens < budget.tokens
         )
 
-    def begin_micro_batch(self, budget: TokenBudget, window: OpenWindow, batch: Any) -> tuple[bool, Measure]:
-        """Trims the micro-batch if it must. Waits for the device; check :meth:`is_far_from_the_end` first."""
+    def begin_micro_batch(
+        self, budget: TokenBudget, totals: AccumulationTotals, position: int, measure: Measure, batch: Any
+    ) -> tuple[Measure, bool]:
+        """Trims the micro-batch if it must; ``totals`` and ``position`` are those of the window before it.
+
+        Returns what it then measures, and whether the run ends with it. Waits for the device; check
+        :meth:`is_far_from_the_end` first.
+        """
         self._counter.flush_pending()
-        window_tokens, counts = _gather(window)
-        if self._counter.windows == 0 and window.position == 0:
+        window_tokens, counts = self._gather(totals, measure)
+        if self._counter.windows == 0 and position == 0:
             self._check_first(budget, batch, sum(counts))
         remaining = budget.tokens - spent_tokens(budget, self._counter) - window_tokens
-        largest = max(self._counter.largest_micro_batch, window.measure.most_tokens * len(counts))
+        largest = max(self._counter.largest_micro_batch, measure.most_tokens * len(counts))
         landing = split_last_batch(counts, remaining, budget.landing, largest)
-        kept = landing.keep_tokens[window.data_rank]
-        if kept == counts[window.data_rank]:
-            return landing.is_last, window.measure
+        kept = landing.keep_tokens[self._data_rank]
+        if kept == counts[self._data_rank]:
+            return measure, landing.is_last
         self._undo_trim = self._trim(budget, batch, kept)
-        return landing.is_last, self._weighting.measure(batch)
+        return self._weighting.measure(batch), landing.is_last
 
     def restore_labels(self) -> None:
         """Puts the labels back into a trimmed batch: the data set may hold the very same container."""
@@ -179,18 +176,17 @@ class BudgetLimiter:
                 " or choose landing='floor' or landing='ceil'."
             )
 
-
-def _gather(window: OpenWindow) -> tuple[int, list[int]]:
-    """Tokens of the open window over all ranks, and of this micro-batch on each rank that sees its own data."""
-    dtype = accumulation_dtype(window.device)
-    rank = torch.full((), window.data_rank, dtype=dtype, device=window.device)
-    tokens = torch.as_tensor(window.measure.tokens, device=window.device)
-    local = torch.stack([rank, window.totals.tokens(window.device), tokens.to(dtype)])
-    rows = [local]
-    if world_size() > 1:
-        rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, local)
-    # Ranks that share their data (tensor parallel) say the same; each data rank counts once.
-    by_data_rank = {round(rank): (round(before), round(now)) for rank, before, now in torch.stack(rows).tolist()}
-    counts = [by_data_rank[rank] for rank in sorted(by_data_rank)]
-    return sum(before for before, _ in counts), [now for _, now in counts]
+    def _gather(self, totals: AccumulationTotals, measure: Measure) -> tuple[int, list[int]]:
+        """Tokens of the open window over all ranks, and of this micro-batch on each rank that sees its own data."""
+        dtype = accumulation_dtype(self._device)
+        rank = torch.full((), self._data_rank, dtype=dtype, device=self._device)
+        tokens = torch.as_tensor(measure.tokens, device=self._device)
+        local = torch.stack([rank, totals.tokens(self._device), tokens.to(dtype)])
+        rows = [local]
+        if world_size() > 1:
+            rows = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+            dist.all_gather(rows, local)
+        # Ranks that share their data (tensor parallel) say the same; each data rank counts once.
+        by_data_rank = {round(rank): (round(before), round(now)) for rank, before, now in torch.stack(rows).tolist()}
+        counts = [by_data_rank[rank] for rank in sorted(by_data_rank)]
+        return sum(before for before, _ in counts), [now for _, now in counts]
