@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import lightning.pytorch as pl
 
@@ -103,17 +103,14 @@ class AccumulateGradBatches(ScheduledWindows):
 class LightningWindows:
     """The schedule of Lightning itself: ``trainer.accumulate_grad_batches``, from any source."""
 
+    has_target: ClassVar[bool] = False
+
     trainer: "pl.Trainer"
 
     @property
     def units(self) -> frozenset[Unit]:
         """Nothing is counted."""
         return frozenset()
-
-    @property
-    def has_target(self) -> bool:
-        """It counts micro-batches."""
-        return False
 
     def micro_batches(self, progress: Progress) -> int:
         """Length of the window that opens now."""

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import ClassVar, Literal, Protocol, get_args
 
 Unit = Literal["epoch", "step", "sample", "token"]
 Ramp = Literal["stepped", "linear"]
@@ -32,14 +32,11 @@ class Progress:
 class WindowSchedule(Protocol):
     """Says how long the window is that opens now."""
 
+    has_target: ClassVar[bool]  # whether it targets a batch of some size, however many micro-batches that takes
+
     @property
     def units(self) -> frozenset[Unit]:
         """What is counted for it."""
-        ...
-
-    @property
-    def has_target(self) -> bool:
-        """Whether it targets a batch of some size, however many micro-batches that takes."""
         ...
 
     def micro_batches(self, progress: Progress) -> int:
@@ -56,6 +53,8 @@ class Thresholds:
     [1, 4, 4, 8]
     """
 
+    has_target: ClassVar[bool] = False
+
     table: Mapping[int, int]
     unit: Unit = "epoch"
 
@@ -63,11 +62,6 @@ class Thresholds:
     def units(self) -> frozenset[Unit]:
         """What is counted for it."""
         return frozenset({self.unit})
-
-    @property
-    def has_target(self) -> bool:
-        """It counts micro-batches."""
-        return False
 
     def micro_batches(self, progress: Progress) -> int:
         """Length of the window that opens now."""
@@ -91,6 +85,8 @@ class TargetBatch:
     [4, 6, 8, 8]
     """
 
+    has_target: ClassVar[bool] = True
+
     targets: Mapping[int, int]
     counted: Literal["sample", "token"]
     unit: Unit = "step"
@@ -111,11 +107,6 @@ class TargetBatch:
     def units(self) -> frozenset[Unit]:
         """What is counted for it."""
         return frozenset({self.unit, self.counted})
-
-    @property
-    def has_target(self) -> bool:
-        """It counts samples or tokens."""
-        return True
 
     def target(self, progress: Progress) -> float:
         """The batch requested, in ``counted``."""

@@ -4,7 +4,7 @@ Examples are the vectors of ``spectral_norm``, a codebook that is averaged in th
 forward keeps copies of all buffers and shows which modules change theirs; from then on only theirs are copied.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.core.private_api import version_of
+from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 
 
 class _Buffer(NamedTuple):
@@ -32,7 +33,7 @@ class WatchedBuffers:
     (False, True)
     """
 
-    def __init__(self, module: nn.Module, but: Collection[nn.Module] = ()) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._class_name = type(module).__name__
         self._names: list[str] = []
         self._owners: list[nn.Module] = []
@@ -40,7 +41,7 @@ class WatchedBuffers:
         for name, owner in module.named_modules():
             unset = _unassigned_names(owner)
             has_buffers = next(owner.buffers(recurse=False), None) is not None
-            if (unset or has_buffers) and not any(owner is other for other in but):
+            if unset or has_buffers:
                 self._names.append(f"{name}." if name else "")
                 self._owners.append(owner)
                 self._unset.append(unset)
@@ -138,9 +139,14 @@ class FoundBuffers:
         self._found = [buffer for buffer in self._found if self._watched.must_keep(buffer.owner)]
 
     def changed_unseen(self) -> list[str]:
-        """Names of the buffers that have changed since, in modules that no run around a context has shown to do so."""
+        """Names of the buffers that have changed since, in modules that no run around a context has shown to do so.
+
+        The statistics of torch's norms are left out: compiled code updates them once.
+        """
         changed = [buffer for buffer in self._found if self._is_changed(buffer)]
-        return [self._watched.name_of(row) for row in changed if not self._watched.must_keep(row.owner)]
+        unseen = [buffer for buffer in changed if not self._watched.must_keep(buffer.owner)]
+        norms = NORMS_WITH_STATISTICS
+        return [self._watched.name_of(row) for row in unseen if type(self._watched.owner(row.owner)) not in norms]
 
     def _is_changed(self, buffer: _Buffer) -> bool:
         """Whether the first run changed it. What is written through ``.data`` is seen in its numbers only."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +22,6 @@ from lightning_mp.core.devices import default_dtype
 from lightning_mp.core.messages import listed
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.modules.forward_wrapper import WrappedForwards
-from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 
 
 class CheckpointSwitch:
@@ -43,13 +42,8 @@ class CheckpointedState:
     """What the second run of a module has to mind."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.norms = tuple(inner for inner in module.modules() if _only_keeps_statistics(inner))
-        self.buffers = WatchedBuffers(module, but=self.norms)
+        self.buffers = WatchedBuffers(module)
         self.runs = WholeRuns(module)
-
-
-def _only_keeps_statistics(module: nn.Module) -> bool:
-    return type(module) in NORMS_WITH_STATISTICS and getattr(module, "track_running_stats", False)
 
 
 def run_checkpointed(
@@ -73,14 +67,14 @@ def run_checkpointed(
     forward = state.runs.of_call(forward)
     cost, attention, dtype = switch.cost, _attention_backends(), torch.get_default_dtype()
     is_plain = len(attention) == len(_ATTENTION_SWITCHES) and dtype == torch.float32
-    if cost is None and not state.norms and not state.buffers and is_plain:
+    if cost is None and not state.buffers and is_plain:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     if cost is not None:
         cost.begin_call(kwargs)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         found = FoundBuffers(state.buffers)
-        return _first_run(found, cost), _SecondRun(state.norms, found, cost, attention, dtype)
+        return _first_run(found, cost), _SecondRun(found, cost, attention, dtype)
 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -125,20 +119,13 @@ class _SecondRun:
     """Around the second run: buffers are copies for that time. It may be entered again and again."""
 
     def __init__(
-        self,
-        norms: Iterable[nn.Module],
-        found: FoundBuffers,
-        cost: StepCost | None,
-        attention: list[SDPBackend],
-        dtype: torch.dtype,
+        self, found: FoundBuffers, cost: StepCost | None, attention: list[SDPBackend], dtype: torch.dtype
     ) -> None:
-        self._norms = tuple(norms)
         self._found = found
         self._cost = cost
         self._attention = attention
         self._dtype = dtype
         self._stack = ExitStack()
-        self._own: list[tuple[nn.Module, str, Tensor]] = []
 
     def __enter__(self) -> None:
         self._stack.enter_context(sdpa_kernel(self._attention))
@@ -146,19 +133,12 @@ class _SecondRun:
         self._stack.enter_context(default_dtype(self._dtype))
         if self._cost is not None:
             self._cost.begin_second_run()
-        for norm in self._norms:
-            for name, buffer in norm.named_buffers(recurse=False):
-                self._own.append((norm, name, buffer))
-                setattr(norm, name, buffer.clone())
         self._found.put_in()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._found.take_out()
-        while self._own:
-            norm, name, buffer = self._own.pop()
-            setattr(norm, name, buffer)
         if self._cost is not None:
             self._cost.end_second_run()
         self._stack.close()

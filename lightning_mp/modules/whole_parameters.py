@@ -1,11 +1,12 @@
 """Parameters of the whole model, whichever part of them a rank holds."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -75,21 +76,25 @@ def _unflattened(module: nn.Module, taken: set[int]) -> Iterator[WholeParameter]
             )
         element_bytes = parameter.element_size()
         whole_bytes = parameter.numel() * element_bytes
-        parts = _tensor_parallel_parts(parameter)
+        parts = tensor_parallel_parts(parameter)
         yield WholeParameter(
             parameter.shape, element_bytes, parameter.requires_grad, tuple(holders), -(-whole_bytes // parts)
         )
 
 
-def _tensor_parallel_parts(parameter: nn.Parameter) -> int:
+def tensor_parallel_parts(parameter: Tensor, dim: int | None = None) -> int:
+    """Over how many ranks tensor parallelism splits a parameter, along one of its dimensions or along any.
+
+    What FSDP2 shards is whole when it is used.
+    """
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh
-    parts = 1
-    for dim, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=False)):
-        if name == TENSOR_PARALLEL and placement.is_shard():
-            parts *= mesh.size(dim)
-    return parts
+    return math.prod(
+        mesh.size(number)
+        for number, (name, placement) in enumerate(zip(mesh.mesh_dim_names or (), parameter.placements, strict=False))
+        if name == TENSOR_PARALLEL and placement.is_shard(dim)
+    )
 
 
 def agreed_count(count: int, device: torch.device, what: str) -> int:

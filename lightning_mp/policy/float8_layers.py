@@ -1,16 +1,15 @@
 """Which linear layers of a model multiply in fp8, which do not, and why."""
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.names import is_inside, named_modules
+from lightning_mp.modules.whole_parameters import tensor_parallel_parts
 from lightning_mp.policy.resolved import ResolvedPolicy
 from lightning_mp.policy.rules import LOW
 
@@ -19,9 +18,6 @@ Float8Skip = type[nn.Module] | str
 
 #: ``torch._scaled_mm`` on CUDA refuses other sizes of a weight (github.com/pytorch/ao/issues/571); rows are padded.
 DIMENSION_MULTIPLE = 16
-
-#: Name of the dimension of the mesh, Lightning's and ours.
-_TENSOR_PARALLEL = "tensor_parallel"
 
 
 @dataclass(frozen=True)
@@ -165,23 +161,11 @@ def _unsuited(linear: nn.Linear, owners: Mapping[int, str]) -> str | None:
         size = getattr(linear, dimension)
         if size % DIMENSION_MULTIPLE:
             return f"{dimension} is {size}, not a multiple of {DIMENSION_MULTIPLE}"
-        part = size // _ranks_that_split(linear.weight, dim)
+        part = size // tensor_parallel_parts(linear.weight, dim)
         if part % DIMENSION_MULTIPLE:
             return f"a rank's part of {dimension} is {part}, not a multiple of {DIMENSION_MULTIPLE}"
     owner = owners.get(id(linear.weight))
     return None if owner is None else f"its weight is also that of {owner}"
-
-
-def _ranks_that_split(weight: Tensor, dim: int) -> int:
-    """Over how many ranks tensor parallelism splits a dimension. What FSDP2 shards is whole when it is multiplied."""
-    if not isinstance(weight, DTensor):
-        return 1
-    names = weight.device_mesh.mesh_dim_names or ()
-    return math.prod(
-        weight.device_mesh.size(number)
-        for number, (name, placement) in enumerate(zip(names, weight.placements, strict=False))
-        if name == _TENSOR_PARALLEL and placement.is_shard(dim)
-    )
 
 
 def _is_plain_linear(linear: nn.Linear) -> bool:

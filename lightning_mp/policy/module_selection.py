@@ -51,7 +51,7 @@ def select_modules(
         if not names:
             raise ValueError(_nothing_fits(owner, pattern, model, candidates))
     wanted = set().union(*matches)
-    outer = [name for name in candidates if name in wanted and not _is_inside(name, wanted)]
+    outer = [name for name in candidates if name in wanted and not any(is_inside(name, other) for other in wanted)]
     for pattern, names in zip(patterns, matches, strict=True):
         if not names & set(outer):
             around = sorted({other for other in outer for name in names if is_inside(name, other)})
@@ -97,11 +97,6 @@ def _imported(path: str) -> type[nn.Module] | None:
     except ImportError:
         return None
     return found if isinstance(found, type) and issubclass(found, nn.Module) else None
-
-
-def _is_inside(name: str, others: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:length]) in others for length in range(1, len(parts)))
 
 
 def _text(pattern: ModulePattern) -> str:
