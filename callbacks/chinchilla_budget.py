@@ -135,7 +135,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         self._device_seconds = 0.0
         self._out_of_time = False
         self._controller: AccumulationController | None = None
-        self._fit: _Fit | None = None
+        self._fit = _Fit()
 
     # -- how far the run is --------------------------------------------------------------------------------------------
 
@@ -171,10 +171,9 @@ class ChinchillaBudget(SettingsRepr, Callback):
     @property
     def device_seconds(self) -> float:
         """Time of training so far, validation included, times the number of devices."""
-        fit = self._fit
-        if fit is None or fit.started is None:
+        if self._fit.started is None:
             return self._device_seconds
-        return self._device_seconds + (time.monotonic() - fit.started) * fit.num_devices
+        return self._device_seconds + (time.monotonic() - self._fit.started) * self._fit.num_devices
 
     @property
     def reached(self) -> bool:
@@ -241,7 +240,6 @@ class ChinchillaBudget(SettingsRepr, Callback):
                 f" {type(trainer.precision_plugin).__name__} does not report them. Use a precision plugin of"
                 " lightning_mp, or add OverflowMonitor() to the callbacks."
             )
-        assert self._fit is not None
         self._fit.started, self._fit.num_devices = time.monotonic(), trainer.world_size
         is_late = self.device_hours is not None and self.device_seconds >= 3600 * self.device_hours
         self._out_of_time = bool(trainer.strategy.broadcast(is_late))  # each rank has its own clock
@@ -306,18 +304,16 @@ class ChinchillaBudget(SettingsRepr, Callback):
     ) -> None:
         """Ends the run when its hours are over."""
         assert self._controller is not None
-        assert self._fit is not None
         if self.device_hours is not None and not self._controller.is_open:
             over = self.device_seconds >= 3600 * self.device_hours
             if self._fit.hours_are_over.ask(over, pl_module.device):
                 self._out_of_time = trainer.should_stop = True
 
     def _stop_clock(self) -> None:
-        if self._fit is not None:
-            self._device_seconds, self._fit.started = self.device_seconds, None
+        self._device_seconds, self._fit.started = self.device_seconds, None
 
     def _end(self) -> None:
-        self._fit = None
+        self._fit = _Fit()
 
     def _metrics(self) -> dict[str, float]:
         """As far as they are known without waiting for the device."""
@@ -330,8 +326,6 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Logs the totals, saves, and warns if the run ended before its budget or not exactly on it."""
-        fit = self._fit
-        assert fit is not None
         assert self._controller is not None
         self._stop_clock()
         RunState.of(trainer).flush()
@@ -347,8 +341,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
         if not self.reached:
             self._warn_about_rest("something else ended it, such as max_steps, max_epochs or another callback")
             return
-        fit.has_reported = True
-        if fit.ended_before:
+        if self._fit.ended_before:
             rank_zero_info(
                 f"ChinchillaBudget: the budget was spent before this fit, which made no step: {self.tokens_seen:,}"
                 f" tokens, {self.device_seconds / 3600:.3g} device hours. Give a larger budget to train on."
@@ -374,9 +367,7 @@ class ChinchillaBudget(SettingsRepr, Callback):
 
     def _warn_about_rest(self, cause: str) -> None:
         """Once per fit, if a budget is known and not spent."""
-        if self._fit is None or self._fit.has_reported or self.reached:
-            return
-        if not (self.budget_tokens or self.device_hours):
+        if self._fit.has_reported or self.reached or not (self.budget_tokens or self.device_hours):
             return
         self._fit.has_reported = True
         if self.budget_tokens is not None:

@@ -419,8 +419,9 @@ class AccumulationController(Callback):
         meter = MicroBatchMeter(trainer, pl_module, self.settings, self.counter, batch)
         schedule = self.settings.schedule
         if schedule is not None and self.state.lacks_sizes(schedule.units):
-            size = trainer.strategy.broadcast(meter.weighting.size(batch, schedule.units))
-            self.state = self.state.measured(*(self._num_data_ranks * count for count in size))
+            samples, tokens = trainer.strategy.broadcast(meter.weighting.size(batch, schedule.units))
+            ranks = self._num_data_ranks
+            self.state = replace(self.state, micro_batch_samples=ranks * samples, micro_batch_tokens=ranks * tokens)
         return meter
 
     def _report_target(self, counted: str) -> None:

@@ -103,10 +103,6 @@ class AccumulationState:
             return replace(self, layout=layout)
         return replace(self, layout=layout, micro_batch_samples=0, micro_batch_tokens=0)
 
-    def measured(self, samples: int, tokens: int) -> "AccumulationState":
-        """The state once the first micro-batch was seen."""
-        return replace(self, micro_batch_samples=samples, micro_batch_tokens=tokens)
-
     def lacks_sizes(self, units: Set[str]) -> bool:
         """Whether a schedule in these units needs the size of a micro-batch, and it is not known."""
         return bool(units & {"sample", "token"}) and not self.micro_batch_samples and not self.micro_batch_tokens
