@@ -1,6 +1,7 @@
 """Checkpoints, files and directories, that are written completely or not at all."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +116,9 @@ class AtomicCheckpoints(SettingsRepr, Callback):
         if isinstance(strategy, ModelParallelStrategy):
             _keep_state_as_it_is(patches, strategy)
         elif isinstance(strategy, FSDPStrategy) and trainer.state.fn == TrainerFn.FITTING:
-            _refuse_without_state(patches, strategy)
+            _check_before_loading(patches, strategy, _refuse_without_state)
         elif type(strategy) in (SingleDeviceStrategy, DDPStrategy):  # others may read their own kind of folder
-            _refuse_folders(patches, strategy)
+            _check_before_loading(patches, strategy, lambda path: refuse_shards(path, type(strategy).__name__))
         # Behind the others, so that a checkpoint that another writes on an exception is atomic too.
         RunState.of(trainer).place_callback(self, "last")
 
@@ -153,30 +154,22 @@ def _keep_state_as_it_is(patches: Patches, strategy: ModelParallelStrategy) -> N
     patches.replace(strategy, "load_checkpoint", load)
 
 
-def _refuse_without_state(patches: Patches, strategy: FSDPStrategy) -> None:
-    """torch's message would be that a dictionary must have the key "state"."""
-
-    def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(strategy.broadcast(checkpoint_path))
-        if is_sharded_checkpoint(path) and not has_optimizer_state(path):
-            raise MisconfigurationException(
-                f"FSDPStrategy(state_dict_type='sharded') cannot resume from {path}, which has no optimizer state. If"
-                " all its steps were skipped, start again with a lower loss scale. If the optimizer has no state, like"
-                " plain SGD, use state_dict_type='full' or FSDP2Strategy."
-            )
-        checkpoint: dict[str, Any] = loading.original(path, weights_only)
-        return checkpoint
-
-    loading = patches.replace(strategy, "load_checkpoint", load)
-
-
-def _refuse_folders(patches: Patches, strategy: Strategy) -> None:
-    """Python's message would be that it is a directory."""
+def _check_before_loading(patches: Patches, strategy: Strategy, check: Callable[[Path], None]) -> None:
+    """Has a path checked first, for messages that torch's and Python's would not give."""
 
     def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
         if is_local(checkpoint_path):
-            refuse_shards(Path(checkpoint_path), type(strategy).__name__)
+            check(Path(strategy.broadcast(checkpoint_path)))
         checkpoint: dict[str, Any] = loading.original(checkpoint_path, weights_only)
         return checkpoint
 
     loading = patches.replace(strategy, "load_checkpoint", load)
+
+
+def _refuse_without_state(path: Path) -> None:
+    if is_sharded_checkpoint(path) and not has_optimizer_state(path):
+        raise MisconfigurationException(
+            f"FSDPStrategy(state_dict_type='sharded') cannot resume from {path}, which has no optimizer state. If"
+            " all its steps were skipped, start again with a lower loss scale. If the optimizer has no state, like"
+            " plain SGD, use state_dict_type='full' or FSDP2Strategy."
+        )

@@ -4,7 +4,6 @@ Examples are the vectors of ``spectral_norm``, a codebook that is averaged in th
 forward keeps copies of all buffers and shows which modules change theirs; from then on only theirs are copied.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,13 +16,23 @@ from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 
 
 class _Buffer(NamedTuple):
-    """A buffer as the first run found it: number and name say which; ``copy`` is there where it was kept."""
+    """A buffer as the first run found it; ``copy`` is there where it was kept."""
 
-    owner: int
+    owner: nn.Module
     name: str
+    full_name: str
     value: Tensor | None
     version: int
     copy: Tensor | None
+
+    def now(self) -> Tensor | None:
+        """What the owner has under this name now."""
+        value: Tensor | None = getattr(self.owner, self.name, None)
+        return value
+
+    def is_written(self) -> bool:
+        """Whether the tensor itself was changed."""
+        return _version(self.value) != self.version
 
 
 class WatchedBuffers:
@@ -35,63 +44,53 @@ class WatchedBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._class_name = type(module).__name__
-        self._names: list[str] = []
-        self._owners: list[nn.Module] = []
-        self._unset: list[tuple[str, ...]] = []
+        self._owners: list[tuple[str, nn.Module, tuple[str, ...]]] = []
         for name, owner in module.named_modules():
             unset = _unassigned_names(owner)
-            has_buffers = next(owner.buffers(recurse=False), None) is not None
-            if unset or has_buffers:
-                self._names.append(f"{name}." if name else "")
-                self._owners.append(owner)
-                self._unset.append(unset)
+            if unset or next(owner.buffers(recurse=False), None) is not None:
+                self._owners.append((f"{name}." if name else "", owner, unset))
         self._known_modes: set[tuple[bool, ...]] = set()
-        self._changing: set[int] = set()
+        #: Those whose buffers are kept from now on.
+        self.changing: set[nn.Module] = set()
 
     def __bool__(self) -> bool:
         return bool(self._owners)
 
-    def buffers(self) -> Iterator[tuple[int, str, Tensor | None]]:
-        """Number of the owner, name and value of each; None where a buffer is still to come."""
-        for number, owner in enumerate(self._owners):
+    def find(self) -> list[_Buffer]:
+        """Every buffer as it is, with a copy where one is needed; without a value where a buffer is still to come."""
+        learns = self.learns()
+        copies: dict[int, Tensor] = {}  # a buffer with two names is one tensor
+        found = []
+        for prefix, owner, unset in self._owners:
             for name, value in owner.named_buffers(recurse=False, remove_duplicate=False):
                 if not is_lazy(value):
-                    yield number, name, value
-            for name in self._unset[number]:
-                if getattr(owner, name, 0) is None:
-                    yield number, name, None
-
-    def owner(self, number: int) -> nn.Module:
-        """A module that owns buffers."""
-        return self._owners[number]
-
-    def name_of(self, buffer: _Buffer) -> str:
-        """Its name in the module."""
-        return self._names[buffer.owner] + buffer.name
-
-    def must_keep(self, number: int) -> bool:
-        """Whether the buffers of an owner are kept from now on."""
-        return number in self._changing
+                    copy = _copied(value, copies) if learns or owner in self.changing else None
+                    found.append(_Buffer(owner, name, prefix + name, value, _version(value), copy))
+            still_unset = [name for name in unset if getattr(owner, name, 0) is None]
+            found += [_Buffer(owner, name, prefix + name, None, 0, None) for name in still_unset]
+        return found
 
     def learns(self) -> bool:
         """Whether no forward has been seen in the present mode, of training or evaluation, of every owner."""
-        return tuple(owner.training for owner in self._owners) not in self._known_modes
+        return self._modes() not in self._known_modes
 
-    def learn(self, changed: "list[_Buffer]") -> None:
+    def learn(self, changed: list[_Buffer]) -> None:
         """Takes note of what a forward has changed.
 
         What it changed though it never had before, and was therefore not kept, is named in a warning.
         """
-        self._known_modes.add(tuple(owner.training for owner in self._owners))
-        self._changing.update(buffer.owner for buffer in changed)
-        lost = [buffer for buffer in changed if buffer.copy is None and _is_written(buffer)]
+        self._known_modes.add(self._modes())
+        self.changing.update(buffer.owner for buffer in changed)
+        lost = [buffer.full_name for buffer in changed if buffer.copy is None and buffer.is_written()]
         if lost:
-            names = ", ".join(map(self.name_of, lost))
             rank_zero_warn(
-                f"ActivationCheckpointing: {self._class_name} changed its buffer {names} for the first time after its"
-                " first forward. Gradients of this micro-batch may differ from those without checkpoints; later ones"
-                " do not. If that matters, do not checkpoint this module."
+                f"ActivationCheckpointing: {self._class_name} changed its buffer {', '.join(lost)} for the first time"
+                " after its first forward. Gradients of this micro-batch may differ from those without checkpoints;"
+                " later ones do not. If that matters, do not checkpoint this module."
             )
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(owner.training for _, owner, _ in self._owners)
 
 
 def _unassigned_names(owner: nn.Module) -> tuple[str, ...]:
@@ -102,10 +101,6 @@ def _unassigned_names(owner: nn.Module) -> tuple[str, ...]:
 
 def _version(value: Tensor | None) -> int:
     return version_of(value) if value is not None and not value.is_inference() else 0
-
-
-def _is_written(buffer: _Buffer) -> bool:
-    return _version(buffer.value) != buffer.version
 
 
 class FoundBuffers:
@@ -122,36 +117,27 @@ class FoundBuffers:
 
     def note(self) -> None:
         """Takes note of the buffers as they are."""
-        watched = self._watched
-        self._learns = watched.learns()
-        copies: dict[int, Tensor] = {}  # a buffer with two names is one tensor
-        for number, name, value in watched.buffers():
-            copy = None
-            if value is not None and (self._learns or watched.must_keep(number)):
-                copy = _copied(value, copies)
-            self._found.append(_Buffer(number, name, value, _version(value), copy))
+        self._learns, self._found = self._watched.learns(), self._watched.find()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             changed = [buffer for buffer in self._found if self._is_changed(buffer)]
             if changed or self._learns:
                 self._watched.learn(changed)
-        self._found = [buffer for buffer in self._found if self._watched.must_keep(buffer.owner)]
+        self._found = [buffer for buffer in self._found if buffer.owner in self._watched.changing]
 
     def changed_unseen(self) -> list[str]:
         """Names of the buffers that have changed since, in modules that no run around a context has shown to do so.
 
-        The statistics of torch's norms are left out: compiled code updates them once.
+        The statistics of torch's norms are left out: torch.compile recomputes these right.
         """
-        changed = [buffer for buffer in self._found if self._is_changed(buffer)]
-        unseen = [buffer for buffer in changed if not self._watched.must_keep(buffer.owner)]
-        norms = NORMS_WITH_STATISTICS
-        return [self._watched.name_of(row) for row in unseen if type(self._watched.owner(row.owner)) not in norms]
+        known, norms = self._watched.changing, NORMS_WITH_STATISTICS
+        unseen = [buffer for buffer in self._found if buffer.owner not in known and type(buffer.owner) not in norms]
+        return [buffer.full_name for buffer in unseen if self._is_changed(buffer)]
 
     def _is_changed(self, buffer: _Buffer) -> bool:
         """Whether the first run changed it. What is written through ``.data`` is seen in its numbers only."""
-        now = getattr(self._watched.owner(buffer.owner), buffer.name, None)
-        if now is not buffer.value or _is_written(buffer):
+        if buffer.now() is not buffer.value or buffer.is_written():
             return True
         if not self._learns or buffer.copy is None or buffer.value is None or buffer.copy.layout != torch.strided:
             return False
@@ -161,10 +147,9 @@ class FoundBuffers:
         """The buffers are for now what the first run found; what is done to them is done to copies."""
         copies: dict[int, Tensor] = {}
         for buffer in self._found:
-            owner = self._watched.owner(buffer.owner)
-            self._own.append((owner, buffer.name, getattr(owner, buffer.name, None)))
+            self._own.append((buffer.owner, buffer.name, buffer.now()))
             value = buffer.copy if buffer.copy is not None else buffer.value
-            setattr(owner, buffer.name, value if value is None else _copied(value, copies))
+            setattr(buffer.owner, buffer.name, value if value is None else _copied(value, copies))
 
     def take_out(self) -> None:
         """The buffers are what they were before :meth:`put_in`."""
