@@ -17,6 +17,7 @@ from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.sync import Sync
+from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
 #: A number of micro-batches, or of samples or tokens, by threshold. YAML and Hydra write both as strings.
@@ -217,9 +218,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns, as Lightning does, where the module's own hooks are called once per window only."""
         overridden = [
-            name
-            for name in ("optimizer_step", "optimizer_zero_grad")
-            if getattr(type(pl_module), name) is not getattr(pl.LightningModule, name) or name in vars(pl_module)
+            name for name in ("optimizer_step", "optimizer_zero_grad") if overrides(pl_module, pl.LightningModule, name)
         ]
         if overridden and self.going_to_accumulate_grad_batches():
             rank_zero_warn(

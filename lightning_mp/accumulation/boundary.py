@@ -8,16 +8,16 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
 from lightning_mp.accumulation.partial_state import mean_over_ranks, why_gradients_are_elsewhere
 from lightning_mp.core import private_loop_api
-from lightning_mp.core.patches import Patches
+from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.sync import Sync, gradient_sync
 from lightning_mp.optimizer_step.closures import requires_closure
+from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 
@@ -62,7 +62,7 @@ class AccumulationBoundary:
         self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if carries_over else None
         self.acts_at_ends = self._reductions is not None or carries_over
         self.before_step: Callable[[], Any] | None = None
-        DeclinedBatches(trainer, pl_module, is_open, self._continues, close)
+        step_where_batches_are_declined(trainer, pl_module, is_open, self._continues, close)
         Patches.of(trainer).at_end(self._detach)
 
     def start(self) -> None:
@@ -138,38 +138,30 @@ def _defer(
     is_open: Callable[[], bool],
     report: Callable[[ModelCheckpoint], None],
 ) -> None:
-    postponed = epoch_postponed = False
+    postponed: list[Patch] = []
 
     def on_train_batch_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any, **kw: Any) -> None:
-        nonlocal postponed, epoch_postponed
         if is_open():
             return
         batch_end.original(trainer, pl_module, *args, **kw)
-        if postponed:
-            postponed = False
-            validation_end.original(trainer, pl_module)
-        if epoch_postponed:
-            epoch_postponed = False
-            epoch_end.original(trainer, pl_module)
+        while postponed:
+            postponed.pop(0).original(trainer, pl_module)
 
-    def on_validation_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        nonlocal postponed
-        if is_open():
-            postponed = True
-            report(checkpoint)
-        else:
-            validation_end.original(trainer, pl_module)
+    def postpone(name: str, report: Callable[[ModelCheckpoint], None] | None = None) -> None:
+        def hook(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+            if not is_open():
+                patch.original(trainer, pl_module)
+                return
+            if patch not in postponed:
+                postponed.append(patch)
+            if report is not None:
+                report(checkpoint)
 
-    def on_train_epoch_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        nonlocal epoch_postponed
-        if is_open():
-            epoch_postponed = True
-        else:
-            epoch_end.original(trainer, pl_module)
+        patch = patches.replace(checkpoint, name, hook)
 
     batch_end = patches.replace(checkpoint, "on_train_batch_end", on_train_batch_end)
-    validation_end = patches.replace(checkpoint, "on_validation_end", on_validation_end)
-    epoch_end = patches.replace(checkpoint, "on_train_epoch_end", on_train_epoch_end)
+    postpone("on_validation_end", report)
+    postpone("on_train_epoch_end")
 
 
 def another_epoch_follows(trainer: "pl.Trainer") -> bool:
@@ -222,61 +214,48 @@ class CarryOverEpochs:
         return None if self._is_open() else self._zero_grad.original(*args, **kwargs)
 
 
-class DeclinedBatches:
+def step_where_batches_are_declined(
+    trainer: "pl.Trainer",
+    pl_module: "pl.LightningModule",
+    is_open: Callable[[], bool],
+    carries_over: Callable[[], bool],
+    close: Callable[[], None],
+) -> None:
     """Makes the step of an open window when the module declines the next micro-batch and the rest of its epoch.
 
     Lightning leaves the epoch without a step. The gradient so far would go into a window of the next epoch, or be lost
     where there is none. Here it is reduced over ranks, which the last micro-batch would have done, and stepped with.
-    Where a strategy does not expose it, an error says so.
+    Where a strategy does not expose it, a warning says so.
     """
+    if not overrides(pl_module, pl.LightningModule, "on_train_batch_start"):
+        return
 
-    def __init__(
-        self,
-        trainer: "pl.Trainer",
-        pl_module: "pl.LightningModule",
-        is_open: Callable[[], bool],
-        carries_over: Callable[[], bool],
-        close: Callable[[], None],
-    ) -> None:
-        self._trainer = trainer
-        self._pl_module = pl_module
-        self._is_open = is_open
-        self._carries_over = carries_over
-        self._close = close
-        name = "on_train_batch_start"
-        has_own = getattr(type(pl_module), name) is not getattr(pl.LightningModule, name) or name in vars(pl_module)
-        self._method = Patches.of(trainer).replace(pl_module, name, self._ask) if has_own else None
-
-    def _ask(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._method is not None
-        was_open = self._is_open()
-        response = self._method.original(*args, **kwargs)
-        if response == -1 and was_open and not self._carries_over():
-            reason = why_gradients_are_elsewhere(self._trainer)
-            if reason:
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        was_open = is_open()
+        response = method.original(*args, **kwargs)
+        if response == -1 and was_open and not carries_over():
+            if reason := why_gradients_are_elsewhere(trainer):
                 rank_zero_warn(
                     "Gradient accumulation: on_train_batch_start returned -1 inside a window, which continues in the"
                     f" next epoch or, after the last one, is lost: {reason} Return -1 where a window opens, or use"
                     " DDPStrategy."
                 )
             else:
-                self._step()
+                _step(trainer, pl_module)
+                close()
         return response
 
-    def _step(self) -> None:
-        means = mean_over_ranks(self._pl_module)
-        if not means:
-            self._close()  # no micro-batch of it had a loss
-            return
-        for name, gradient in means.items():
-            self._pl_module.get_parameter(name).grad = gradient
-        batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
-        planned = int(self._trainer.accumulate_grad_batches)
-        self._trainer.accumulate_grad_batches = AccumulateGradBatches(
-            planned, batch_idx=batch_idx, opens=False, closes=True
-        )
-        private_loop_api.step_without_a_batch(self._trainer, batch_idx, self._nothing_to_do)
-        self._close()
+    method = Patches.of(trainer).replace(pl_module, "on_train_batch_start", ask)
 
-    def _nothing_to_do(self) -> Tensor:
-        return torch.zeros((), device=self._pl_module.device)
+
+def _step(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    means = mean_over_ranks(pl_module)
+    if not means:
+        return  # no micro-batch of the window had a loss
+    for name, gradient in means.items():
+        pl_module.get_parameter(name).grad = gradient
+    batch_idx = trainer.fit_loop.epoch_loop.batch_idx
+    trainer.accumulate_grad_batches = AccumulateGradBatches(
+        int(trainer.accumulate_grad_batches), batch_idx=batch_idx, opens=False, closes=True
+    )
+    private_loop_api.step_without_a_batch(trainer, batch_idx, lambda: torch.zeros((), device=pl_module.device))
