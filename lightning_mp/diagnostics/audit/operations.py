@@ -1,7 +1,6 @@
 """What an operation at torch's dispatcher is: its kind, the dtype it computes in, and the sizes of its product."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,20 +92,12 @@ _NAMESPACES_OF_COMMUNICATION = {"c10d", "_c10d_functional", "fsdp", "profiler", 
 _FP8 = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "float8" in str(dtype)}
 
 
-@dataclass(frozen=True)
-class SeenOperation:
-    """The name of an operation as a reader knows it, and its kind."""
-
-    name: str
-    kind: Kind
-
-
-def identify(qualified_name: str) -> SeenOperation | None:
-    """Name and kind of an operation of the dispatcher; None for what computes nothing.
+def identify(qualified_name: str) -> str | None:
+    """The name of an operation of the dispatcher as a reader knows it; None for what computes nothing.
 
     >>> identify("aten::_softmax.out"), identify("aten::empty_like")
-    (SeenOperation(name='softmax', kind='softmax'), None)
-    >>> identify("aten::_scaled_dot_product_flash_attention_for_cpu_backward").name
+    ('softmax', None)
+    >>> identify("aten::_scaled_dot_product_flash_attention_for_cpu_backward")
     'scaled_dot_product_attention_backward'
     """
     namespace, _, rest = qualified_name.partition("::")
@@ -115,11 +106,15 @@ def identify(qualified_name: str) -> SeenOperation | None:
         return None
     if name.startswith(("scaled_dot_product", "flash_attention", "efficient_attention")):
         name = f"scaled_dot_product_attention{'_backward' if name.endswith('_backward') else ''}"
-    name = name.removesuffix("_forward")
-    return SeenOperation(name, _kind(name))
+    return name.removesuffix("_forward")
 
 
-def _kind(name: str) -> Kind:
+def kind_of(name: str) -> Kind:
+    """What an operation is.
+
+    >>> kind_of("addmm"), kind_of("softmax"), kind_of("add")
+    ('matmul', 'softmax', 'other')
+    """
     if name in _FACTORS:
         return "matmul"
     if name in _SOFTMAXES:
@@ -150,16 +145,17 @@ def held_dtype(tensor: Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-def compute_dtype(seen: SeenOperation, args: Sequence[Any], results: Sequence[Tensor]) -> torch.dtype | None:
+def compute_dtype(operation: str, args: Sequence[Any], results: Sequence[Tensor]) -> torch.dtype | None:
     """The dtype an operation computed in; None if it has nothing to do with floating-point numbers."""
     given = [tensor for tensor in tensors_in(args) if tensor.is_floating_point()]
     returned = [tensor for tensor in results if tensor.is_floating_point()]
-    if seen.kind == "matmul":
-        factors = [args[i] for i in _FACTORS[seen.name] if i < len(args) and isinstance(args[i], Tensor)]
+    kind = kind_of(operation)
+    if kind == "matmul":
+        factors = [args[i] for i in _FACTORS[operation] if i < len(args) and isinstance(args[i], Tensor)]
         held = [held_dtype(factor) for factor in factors]
         return next((dtype for dtype in held if dtype in _FP8), held[0] if held else None)
-    if seen.kind == "cast":
-        source = given[-1:] if seen.name == "copy_" else given[:1]
+    if kind == "cast":
+        source = given[-1:] if operation == "copy_" else given[:1]
         return returned[0].dtype if source and returned and source[0].dtype != returned[0].dtype else None
     both = [held_dtype(tensor) for tensor in (*given[:1], *returned[:1])]
     return max(both, key=lambda dtype: dtype.itemsize, default=None)

@@ -16,7 +16,7 @@ from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.number_formats import dtype_label
 from lightning_mp.core.uncopied import RunHook
-from lightning_mp.diagnostics.audit.operations import candidates, compute_dtype, identify, product_sizes
+from lightning_mp.diagnostics.audit.operations import candidates, compute_dtype, identify, kind_of, product_sizes
 from lightning_mp.diagnostics.audit.records import LOW, AuditReport, ModuleRecord, OperationRecord, Phase
 from lightning_mp.modules.forward_wrapper import takes_hooks
 from lightning_mp.modules.names import named_modules
@@ -69,7 +69,6 @@ class PrecisionWatch:
         self._notes: dict[str, _Note] = {}
         self._seen: Counter[OperationRecord] = Counter()
         self._stack = ExitStack()
-        self._gradient_hooks: list[Any] = []
         self._frames: list[_Frame] = []
         # Which module made the nodes of the autograd graph from a position on.
         self._positions: list[int] = []
@@ -111,9 +110,6 @@ class PrecisionWatch:
         if self.report is not None:
             return
         self._stack.close()
-        for handle in self._gradient_hooks:
-            handle.remove()
-        self._gradient_hooks.clear()
         self.report = self._make_report()
         self._notes.clear()
         self._frames.clear()
@@ -159,7 +155,7 @@ class PrecisionWatch:
         for tensor in tensors_in(output):
             note.outputs[dtype_label(tensor.dtype)] = None
             if tensor.requires_grad:
-                self._gradient_hooks.append(tensor.register_hook(_noting_gradient(note)))
+                self._stack.callback(tensor.register_hook(_noting_gradient(note)).remove)
 
     def _mark(self) -> None:
         """From here on nodes of the autograd graph are made by the innermost module."""
@@ -185,14 +181,14 @@ class PrecisionWatch:
         module, phase = found
         record = OperationRecord(
             module=module,
-            operation=operation.name,
-            kind=operation.kind,
+            operation=operation,
+            kind=kind_of(operation),
             phase=phase,
             compute=dtype_label(compute),
             inputs=tuple(dtype_label(tensor.dtype) for tensor in inputs),
             outputs=tuple(dtype_label(tensor.dtype) for tensor in results),
             autocast="?",
-            sizes=product_sizes(operation.name, args) if phase != "backward" else (),
+            sizes=product_sizes(operation, args) if phase != "backward" else (),
             device_type=device_type,
         )
         if phase != "backward":

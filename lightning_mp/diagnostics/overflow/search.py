@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
@@ -82,10 +83,9 @@ def search_overflow(
             break
     else:
         return SearchResult(None)
-    seen_somewhere = any_rank(trial.first_overflow is not None)
-    if not seen_somewhere:
-        finding = _finding(rank, window, index, "sum", None) if not trial.finite else None
-        return SearchResult(finding)
+    finding = partial(OverflowFinding, rank, index, len(window), micro_batch.batch_idx)
+    if not any_rank(trial.first_overflow is not None):
+        return SearchResult(None if trial.finite else finding("sum", None))
     finite_scale = _try_scales(replay, micro_batch, trial, loss_scale, any_rank)
     undecided = (
         trial.first_overflow is not None
@@ -97,7 +97,7 @@ def search_overflow(
         return SearchResult(None)
     finite_in_fp32 = in_fp32.finite if in_fp32 is not None and undecided else None
     verdict = _verdict(trial.first_overflow, finite_scale, finite_in_fp32)
-    return SearchResult(_finding(rank, window, index, verdict, trial.first_overflow, finite_scale, finite_in_fp32))
+    return SearchResult(finding(verdict, trial.first_overflow, finite_scale, finite_in_fp32))
 
 
 def _try_scales(
@@ -127,17 +127,3 @@ def _verdict(first_overflow: FirstOverflow, finite_scale: float | None, finite_i
     if finite_scale is not None:
         return "scale"
     return "range" if finite_in_fp32 else "model"
-
-
-def _finding(
-    rank: int,
-    window: Sequence[MicroBatch],
-    index: int,
-    verdict: Verdict,
-    first_overflow: FirstOverflow | None,
-    finite_scale: float | None = None,
-    finite_in_fp32: bool | None = None,
-) -> OverflowFinding:
-    return OverflowFinding(
-        rank, index, len(window), window[index].batch_idx, verdict, first_overflow, finite_scale, finite_in_fp32
-    )
