@@ -1,6 +1,7 @@
 """Micro-batches that are halved when memory runs out, with the same gradient."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,13 @@ from torch.optim import LBFGS
 
 from lightning_mp.accumulation.batch_split import Microbatch, SplitFunction, num_samples, split_batch, split_by
 from lightning_mp.accumulation.microbatched_step import (
-    MicrobatchedStep,
     MicrobatchLogs,
     advice_when_out_of_memory,
     forget_attempt,
     free_cached_memory,
     is_out_of_memory,
     microbatch_shares,
+    run_microbatches,
     smaller_size,
     weighting_of,
 )
@@ -112,14 +113,14 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         _refuse_module(trainer, pl_module)
         _warn_about_mixing_layers(pl_module)
         original = pl_module.training_step
-        self._fit = fit = _Fit(MicrobatchedStep(trainer, pl_module, original), MicrobatchLogs(pl_module))
+        self._fit = fit = _Fit(MicrobatchLogs(pl_module))
 
         @functools.wraps(original)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
+        def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
             # Others call it too: validation steps, and replays of a step.
             if fit.logs.keeps or not trainer.training or not torch.is_grad_enabled():
-                return original(*args, **kwargs)
-            return self._run(fit, pl_module, *args, **kwargs)
+                return original(batch, *args, **kwargs)
+            return self._run(fit, pl_module, lambda part: original(part, *args, **kwargs), batch)
 
         patches = Patches.of(trainer)
         patches.replace(pl_module, "training_step", training_step)
@@ -183,17 +184,17 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
                 f"MicroBatchOnOOM: out of memory on another rank; from now on at most {self.size} samples at a time."
             )
 
-    def _run(self, fit: "_Fit", pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, fit: "_Fit", pl_module: "pl.LightningModule", step: Callable[[Any], Any], batch: Any) -> Any:
         fit.logs.keeps = True
         try:
-            output, shares = self._attempt_until_it_fits(fit, pl_module, batch, *args, **kwargs)
+            output, shares = self._attempt_until_it_fits(fit, pl_module, step, batch)
         finally:
             fit.logs.keeps = False
         fit.logs.flush(shares)
         return output
 
     def _attempt_until_it_fits(
-        self, fit: "_Fit", pl_module: "pl.LightningModule", batch: Any, *args: Any, **kwargs: Any
+        self, fit: "_Fit", pl_module: "pl.LightningModule", step: Callable[[Any], Any], batch: Any
     ) -> tuple[Any, list[float]]:
         restore_module = keep_module(pl_module)
         random_state = RandomState.capture(pl_module.device)
@@ -204,7 +205,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             assert fit.weighting is not None
             shares = [1.0] if len(microbatches) == 1 else microbatch_shares(microbatches, fit.weighting)
             try:
-                return fit.step.run(microbatches, shares, fit.logs, *args, **kwargs), shares
+                return run_microbatches(pl_module, step, microbatches, shares, fit.logs), shares
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -241,7 +242,6 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 class _Fit:
     """What one fit needs."""
 
-    step: MicrobatchedStep
     logs: MicrobatchLogs  # keeps values while a training step runs
     weighting: Weighting | None = None  # of microbatches; from the first batch on
     pending_size: HostCopy | None = None  # the smallest of all ranks, on its way

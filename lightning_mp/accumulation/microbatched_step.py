@@ -178,80 +178,70 @@ def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], b
     return Weighting("auto").resolved(first_batch, shifted=shifts())
 
 
-class MicrobatchedStep:
-    r"""Runs the microbatches of a micro-batch.
+def run_microbatches(
+    pl_module: "pl.LightningModule",
+    training_step: Callable[..., Any],
+    microbatches: Sequence[Microbatch],
+    shares: Sequence[float],
+    logs: MicrobatchLogs,
+) -> Any:
+    r"""What the training step would have returned for the whole micro-batch, its loss with the gradients ready.
 
     .. math:: L = \sum_j \frac{n_j}{n} L_j, \qquad G = \sum_j \nabla \Big( \frac{n_j}{n} L_j \Big)
 
     where :math:`L_j` is the mean loss of microbatch :math:`j` over its :math:`n_j` items. Backwards run at once, scaled
     as Lightning's own will be, into empty gradients; what the window has gathered before is not touched.
     """
+    parameters = [p for p in pl_module.parameters() if p.requires_grad]
+    ran: list[int] = []
+    outputs: list[Any] = []
+    losses: list[Tensor] = []
+    counts: list[int | Tensor | None] = []
+    factor: Tensor | None = None
+    with gradients_set_aside(parameters):
+        for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True)):
+            if share == 0:
+                continue
+            logs.begin_microbatch(index)
+            output = training_step(microbatch.batch)
+            if output is None:
+                continue
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if not isinstance(loss, Tensor):
+                return output  # Lightning says what is wrong with it
+            # A loss that is a sum over a number that the batch names needs no weight: it adds up.
+            weight = 1.0 if batch_tokens.declared_divisor(microbatch.batch) is not None else share
+            if factor is None:
+                factor = factor_of_backward(pl_module.trainer, loss)
+            averages = LossAverage.of(loss / 1)
+            counts.append(averages[0].count(loss / 1) if len(averages) == 1 else None)
+            losses.append(_backward(pl_module, loss, weight, factor))
+            ran.append(index)
+            outputs.append(_without_loss(output))
+            del output, loss
+        with_gradient = [p for p in parameters if p.grad is not None]
+        computed = [p.grad for p in with_gradient if p.grad is not None]
+    if factor is None:
+        return None
+    total = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
+    known = [count for count in counts if count is not None]
+    averaged_over = sum(known[1:], known[0]) if len(known) == len(counts) else None
+    loss = loss_with_gradients(total, with_gradient, computed, factor, averaged_over)
+    ran_share = sum(shares[index] for index in ran)
+    output = merge_outputs(outputs, [microbatches[i].samples for i in ran], [shares[i] / ran_share for i in ran])
+    return loss if output is None else {**output, "loss": loss}
 
-    def __init__(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", training_step: Callable[..., Any]
-    ) -> None:
-        self._trainer = trainer
-        self._pl_module = pl_module
-        self._training_step = training_step
 
-    def run(
-        self,
-        microbatches: Sequence[Microbatch],
-        shares: Sequence[float],
-        logs: MicrobatchLogs,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """What the training step would have returned for the whole, its loss with the gradients ready."""
-        parameters = [p for p in self._pl_module.parameters() if p.requires_grad]
-        ran: list[int] = []
-        outputs: list[Any] = []
-        losses: list[Tensor] = []
-        counts: list[int | Tensor | None] = []
-        factor: Tensor | None = None
-        with gradients_set_aside(parameters):
-            for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True)):
-                if share == 0:
-                    continue
-                logs.begin_microbatch(index)
-                output = self._training_step(microbatch.batch, *args, **kwargs)
-                if output is None:
-                    continue
-                loss = output.get("loss") if isinstance(output, Mapping) else output
-                if not isinstance(loss, Tensor):
-                    return output  # Lightning says what is wrong with it
-                # A loss that is a sum over a number that the batch names needs no weight: it adds up.
-                weight = 1.0 if batch_tokens.declared_divisor(microbatch.batch) is not None else share
-                if factor is None:
-                    factor = factor_of_backward(self._trainer, loss)
-                averages = LossAverage.of(loss / 1)
-                counts.append(averages[0].count(loss / 1) if len(averages) == 1 else None)
-                losses.append(self._backward(loss, weight, factor))
-                ran.append(index)
-                outputs.append(_without_loss(output))
-                del output, loss
-            with_gradient = [p for p in parameters if p.grad is not None]
-            computed = [p.grad for p in with_gradient if p.grad is not None]
-        if factor is None:
-            return None
-        total = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
-        known = [count for count in counts if count is not None]
-        averaged_over = sum(known[1:], known[0]) if len(known) == len(counts) else None
-        loss = loss_with_gradients(total, with_gradient, computed, factor, averaged_over)
-        ran_share = sum(shares[index] for index in ran)
-        output = merge_outputs(outputs, [microbatches[i].samples for i in ran], [shares[i] / ran_share for i in ran])
-        return loss if output is None else {**output, "loss": loss}
-
-    def _backward(self, loss: Tensor, weight: float, factor: Tensor) -> Tensor:
-        """Runs one microbatch's backward as the precision plugin does; returns the weighted loss without its graph."""
-        whole = weight == 1
-        device_type = self._pl_module.device.type
-        # The training step runs under autocast, a backward does not, and keeps no cast weight alive that it has used.
-        torch.clear_autocast_cache()
-        with torch.autocast(device_type, enabled=False):
-            seed = loss * factor if whole else loss * (factor * weight)
-            self._trainer.precision_plugin.backward(seed, self._pl_module, self._trainer.optimizers[0])
-        return loss.detach() if whole else loss.detach() * weight
+def _backward(pl_module: "pl.LightningModule", loss: Tensor, weight: float, factor: Tensor) -> Tensor:
+    """Runs one microbatch's backward as the precision plugin does; returns the weighted loss without its graph."""
+    whole = weight == 1
+    device_type = pl_module.device.type
+    # The training step runs under autocast, a backward does not, and keeps no cast weight alive that it has used.
+    torch.clear_autocast_cache()
+    with torch.autocast(device_type, enabled=False):
+        seed = loss * factor if whole else loss * (factor * weight)
+        pl_module.trainer.precision_plugin.backward(seed, pl_module, pl_module.trainer.optimizers[0])
+    return loss.detach() if whole else loss.detach() * weight
 
 
 def _without_loss(output: Any) -> dict[str, Any] | None:
