@@ -7,8 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_prefixed_message, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -31,13 +30,11 @@ from lightning_mp.accumulation.microbatched_step import (
 from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import function_or_none, whole_number
-from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.messages import listed
+from lightning_mp.core.messages import lightning_logger, listed
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.saved_state import POSITIVE_COUNT, checked_state, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.modules.state import keep_module
 from lightning_mp.tokens import batch_tokens
@@ -51,8 +48,8 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     the target tokens (of the samples, where there are no token labels), so that their sum is the gradient of the whole,
     up to rounding. A failed attempt has no side effects: gradients that the window has already accumulated, buffers,
     plain attributes and metrics of the module, logged values and random numbers are as they were. The size that fitted
-    is kept for all following micro-batches, on all ranks, and in the checkpoint. It never grows by itself; set
-    :attr:`size` to None to start over.
+    is kept for all following micro-batches of this rank, and in the checkpoint (that of rank 0). It never grows by
+    itself; set :attr:`size` to None to start over.
 
     Differences from a run without it:
 
@@ -62,7 +59,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
       gradients per micro-batch, and inside an open window memory for one more set of gradients towards the end of a
       backward. A micro-batch that fits is bit-identical to stock Lightning.
     - Under DDP gradients are reduced once per window, as usual, but after the last backward instead of during it. Ranks
-      may use different sizes; the smallest is shared by one 8-byte reduction per optimizer step.
+      may use different sizes.
     - Values given to ``self.log`` in the training step are logged once, as the mean over microbatches by their shares
       (sums, maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are concatenated, numbers
       averaged.
@@ -133,7 +130,6 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The size that fits."""
-        self._take_over_size()
         return {"size": self.size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -157,32 +153,6 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             batch,
             lambda: bool(trainer.strategy.broadcast(batch_tokens.shifts_labels_inside(pl_module, batch))),
         )
-
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """At the end of a window: adopts the smallest size of all ranks, one window later."""
-        is_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if trainer.world_size == 1 or not is_step:
-            return
-        self._take_over_size()
-        assert self._fit is not None
-        device = pl_module.device
-        size = float("inf") if self.size is None else float(self.size)
-        smallest = torch.full((1,), size, device=device, dtype=gradient_ops.accumulation_dtype(device))
-        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
-        self._fit.pending_size = HostCopy(smallest)
-
-    def _take_over_size(self) -> None:
-        if self._fit is None or self._fit.pending_size is None:
-            return
-        [smallest] = self._fit.pending_size.read()
-        self._fit.pending_size = None
-        if smallest != float("inf") and (self.size is None or smallest < self.size):
-            self.size = int(smallest)
-            rank_zero_info(
-                f"MicroBatchOnOOM: out of memory on another rank; from now on at most {self.size} samples at a time."
-            )
 
     def _run(self, fit: "_Fit", pl_module: "pl.LightningModule", step: Callable[[Any], Any], batch: Any) -> Any:
         fit.logs.keeps = True
@@ -209,7 +179,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self._make_smaller(microbatches, batch, sizes_tried, error)
+                self._make_smaller(pl_module, microbatches, batch, sizes_tried, error)
                 forget_attempt(error)
             restore_module()
             free_cached_memory(pl_module.device)
@@ -221,7 +191,12 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         return split_batch(batch, size) if self.split is None else split_by(self.split, batch, size)
 
     def _make_smaller(
-        self, microbatches: list[Microbatch], batch: Any, sizes_tried: list[int], error: Exception
+        self,
+        pl_module: "pl.LightningModule",
+        microbatches: list[Microbatch],
+        batch: Any,
+        sizes_tried: list[int],
+        error: Exception,
     ) -> None:
         """Halves the size, or raises the error with advice."""
         samples = max(microbatch.samples for microbatch in microbatches)
@@ -233,9 +208,10 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             error.add_note(advice_when_out_of_memory(sizes_tried, self.min_size))
             raise error
         self.size = smaller
-        rank_zero_info(
-            f"MicroBatchOnOOM: out of memory with {samples} samples; from now on at most {smaller} at a time."
-        )
+        # From the rank itself: another one may need no smaller microbatches.
+        text = f"MicroBatchOnOOM: out of memory with {samples} samples; from now on at most {smaller} at a time."
+        several = pl_module.trainer.world_size > 1
+        lightning_logger().info(rank_prefixed_message(text, pl_module.global_rank if several else None))
 
 
 @dataclass
@@ -244,7 +220,6 @@ class _Fit:
 
     logs: MicrobatchLogs  # keeps values while a training step runs
     weighting: Weighting | None = None  # of microbatches; from the first batch on
-    pending_size: HostCopy | None = None  # the smallest of all ranks, on its way
 
 
 def _guard_all_gather(patches: Patches, pl_module: "pl.LightningModule", logs: MicrobatchLogs) -> None:
