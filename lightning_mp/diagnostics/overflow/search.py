@@ -1,6 +1,7 @@
 """Which micro-batch of a skipped window overflowed, where, and whether a smaller loss scale would have helped."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -58,14 +59,9 @@ def largest_finite_scale(scale: float, is_finite: Callable[[float], bool]) -> fl
     >>> largest_finite_scale(65536.0, lambda scale: scale <= 5000)
     4096.0
     """
-    too_few, enough = 0, max(1, math.ceil(math.log2(scale)))
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if is_finite(math.ldexp(scale, -middle)):
-            enough = middle
-        else:
-            too_few = middle
-    return math.ldexp(scale, -enough)
+    most = max(1, math.ceil(math.log2(scale)))
+    halvings = bisect_left(range(most), True, lo=1, key=lambda k: is_finite(math.ldexp(scale, -k)))
+    return math.ldexp(scale, -halvings)
 
 
 def search_overflow(

@@ -9,6 +9,7 @@ to the last value, ties included.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -118,18 +119,17 @@ class ExponentHistogram:
     @classmethod
     def sum_of(cls, histograms: "Iterable[ExponentHistogram]") -> Self:
         """One histogram of the values of several."""
-        counts: dict[int, int] = {}
-        powers: dict[int, int] = {}
-        zeros = nonfinite = 0
-        largest = 0.0
-        for histogram in histograms:
-            for total, part in ((counts, histogram.counts), (powers, histogram.powers_of_two)):
-                for exponent, number in part.items():
-                    total[exponent] = total.get(exponent, 0) + number
-            zeros += histogram.num_zeros
-            nonfinite += histogram.num_nonfinite
-            largest = max(largest, histogram.largest)
-        return cls(dict(sorted(counts.items())), dict(sorted(powers.items())), zeros, nonfinite, largest)
+        parts, counts, powers = list(histograms), Counter[int](), Counter[int]()
+        for histogram in parts:
+            counts.update(histogram.counts)
+            powers.update(histogram.powers_of_two)
+        return cls(
+            dict(sorted(counts.items())),
+            dict(sorted(powers.items())),
+            sum(histogram.num_zeros for histogram in parts),
+            sum(histogram.num_nonfinite for histogram in parts),
+            max((histogram.largest for histogram in parts), default=0.0),
+        )
 
     @property
     def num_finite(self) -> int:
