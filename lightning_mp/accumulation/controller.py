@@ -194,7 +194,6 @@ class AccumulationController(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues a window that was saved open; ends a resumed run at once if its budget is spent."""
-        self.settings.freeze()
         if self.settings.follows_trainer:
             self.state = self.state.in_layout(DataLayout.of(trainer))
         boundary = self._fit.boundary

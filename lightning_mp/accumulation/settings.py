@@ -1,8 +1,7 @@
-"""How a fit accumulates: what callbacks request of the controller, checked against each other, then frozen."""
+"""How a fit accumulates: what callbacks request of the controller, checked against each other."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -15,7 +14,7 @@ from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weightin
 
 @dataclass
 class AccumulationSettings:
-    """The settings of one ``fit``. Callbacks fill them in before it starts; from then on they cannot be changed.
+    """The settings of one ``fit``. Callbacks fill them in before it starts, and not later.
 
     What does change during a fit is in :class:`lightning_mp.accumulation.windows.AccumulationState`.
     """
@@ -31,21 +30,6 @@ class AccumulationSettings:
     budget: TokenBudget | None = None  # where the run ends
     # optimizer steps of the whole schedule, for `trainer.estimated_stepping_batches`
     total_steps: Callable[[], int | None] | None = None
-    is_frozen: bool = field(default=False, init=False, repr=False, compare=False)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if getattr(self, "is_frozen", False):
-            raise MisconfigurationException(
-                f"AccumulationSettings.{name} cannot be set to {value!r} during a fit: optimizer steps before and"
-                " after the change would be made differently. Set it in a callback's setup() or on_fit_start(); to"
-                " end the run elsewhere, call AccumulationController.end_at(tokens)."
-            )
-        super().__setattr__(name, value)
-
-    def freeze(self) -> None:
-        """The fit starts: no setting can change any more."""
-        if not self.is_frozen:
-            self.is_frozen = True
 
     @property
     def needs_tokens(self) -> bool:

@@ -36,11 +36,7 @@ def unbiased_estimates(
     (1.0, 8.0)
     """
     difference = small_inverse_size - big_inverse_size
-    if not difference > 0:
-        raise ValueError(
-            f"The smaller batch must be smaller: got one over {1 / small_inverse_size:g} and {1 / big_inverse_size:g}"
-            " samples."
-        )
+    assert difference > 0
     trace = (small_square_norm - big_square_norm) / difference
     square = (small_inverse_size * big_square_norm - big_inverse_size * small_square_norm) / difference
     return square, trace

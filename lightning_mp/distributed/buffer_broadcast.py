@@ -68,16 +68,13 @@ class BufferBroadcast(Callback):
         several = [group for group in groups if group.size() > 1]
         if several and next(_saved_buffers(module), None) is not None:
             new = cls(module, trainer.strategy.root_device, several)
-            new._patch(trainer)
-            RunState.of(trainer).place_callback(new)
+            patches, run = Patches.of(trainer), RunState.of(trainer)
+            # Callbacks are called for a checkpoint after the state dict is made.
+            patches.around(trainer.strategy, "lightning_module_state_dict", new.flush_pending)
+            patches.at_end(lambda: run.remove_callback(new))
+            run.place_callback(new)
 
-    def _patch(self, trainer: "pl.Trainer") -> None:
-        patches = Patches.of(trainer)
-        # Callbacks are called for a checkpoint after the state dict is made.
-        patches.around(trainer.strategy, "lightning_module_state_dict", self.flush_pending)
-        patches.at_end(lambda: RunState.of(trainer).remove_callback(self))
-
-    def flush_pending(self) -> None:
+    def flush_pending(self, *_: Any, **__: Any) -> None:
         """Makes all buffers alike if a batch may have changed them; to be called on all ranks."""
         if not self._may_differ:
             return
@@ -88,13 +85,8 @@ class BufferBroadcast(Callback):
         self._sent = sent
         self._may_differ = False
 
-    def on_train_start(self, *_: Any) -> None:
-        """Before the first batch."""
-        self.flush_pending()
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        """Finds layers that were frozen or unfrozen in the epoch before."""
-        self.flush_pending()
+    on_train_start = on_train_epoch_start = on_train_end = flush_pending
+    on_validation_start = on_test_start = on_predict_start = flush_pending
 
     def on_train_batch_end(self, *_: Any) -> None:
         """After the backward, which may have run layers once more."""
@@ -103,22 +95,6 @@ class BufferBroadcast(Callback):
             self.flush_pending()
         elif self._changing:
             self._send(self._changing)
-
-    def on_train_end(self, *_: Any) -> None:
-        """So that later runs begin alike."""
-        self.flush_pending()
-
-    def on_validation_start(self, *_: Any) -> None:
-        """All ranks validate the same model."""
-        self.flush_pending()
-
-    def on_test_start(self, *_: Any) -> None:
-        """All ranks test the same model."""
-        self.flush_pending()
-
-    def on_predict_start(self, *_: Any) -> None:
-        """All ranks predict with the same model."""
-        self.flush_pending()
 
     def _send(self, places: Sequence[_Place]) -> list[Tensor]:
         """Broadcasts these buffers as one tensor of bytes; returns those of each."""

@@ -30,12 +30,6 @@ def sharding_units(policy: ResolvedPolicy, units: Sequence[str], low: torch.dtyp
     one become their own unit, all of one dtype together. Gradients are reduced in fp32. Neither inputs nor outputs
     are cast: autocast does that where an operation needs it.
     """
-    known = {module.name for module in policy.modules}
-    if unknown := sorted(set(units) - known):
-        raise ValueError(
-            f"No module of the model is named {', '.join(map(repr, unknown))}. Units are names of modules; '' is the"
-            " model."
-        )
     members: dict[str, list[PolicyModule]] = {unit: [] for unit in units}
     for module in policy.modules:
         unit = _innermost(module.name, units)

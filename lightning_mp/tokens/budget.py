@@ -30,8 +30,6 @@ class TokenBudget:
     trim: TrimFunction | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"The token budget is {self.tokens}; it must be 1 token or more.")
         if self.landing not in get_args(LandingMode):
             raise ValueError(f"landing={self.landing!r} is unknown; it must be one of {get_args(LandingMode)}.")
 

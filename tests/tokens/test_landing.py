@@ -165,12 +165,6 @@ def test_floor_does_not_end_before_a_micro_batch_size_is_known():
 # -- the budget --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [0, -5])
-def test_a_budget_below_one_token_is_refused(tokens):
-    with pytest.raises(ValueError, match=rf"^The token budget is {tokens}; it must be 1 token or more\.$"):
-        TokenBudget(tokens)
-
-
 def test_an_unknown_landing_is_refused_and_every_one_that_is_offered_works():
     message = r"^landing='round' is unknown; it must be one of \('exact', 'floor', 'ceil', 'nearest'\)\.$"
     with pytest.raises(ValueError, match=message):

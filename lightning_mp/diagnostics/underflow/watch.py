@@ -47,14 +47,14 @@ class ActivationWatch:
         module: nn.Module,
         activations: ExponentTable | None,
         gradients: ExponentTable | None,
-        factor: Callable[[], Tensor | float | None] = lambda: None,
-        warn_once: WarnOnce | None = None,
+        factor: Callable[[], Tensor | float | None],
+        warn_once: WarnOnce,
     ) -> None:
         self._module = module
         self._activations = activations
         self._gradients = gradients
         self._factor = factor
-        self._warn_once = warn_once or WarnOnce(type(self).__name__)
+        self._warn_once = warn_once
         self._handles: list[RemovableHandle] = []
         self.in_backward = False
 
