@@ -38,7 +38,7 @@ def count_gradients(
     pl_module: "pl.LightningModule",
     optimizer: Optimizer,
     factor: Tensor | float | None,
-    watch: BackwardWatch | None = None,
+    watch: BackwardWatch,
 ) -> ExponentTable:
     """Counts the gradients times ``factor``; of shards on all ranks together, each value once.
 
@@ -54,7 +54,7 @@ def count_gradients(
     table = ExponentTable(names, pl_module.device)
     gradient_ops.reduce_partial_gradients_(parameters)
     for name, parameter in zip(names, parameters, strict=True):
-        if parameter.grad is not None and not (watch is not None and watch.is_kept_in_fp32(parameter)):
+        if parameter.grad is not None and not watch.is_kept_in_fp32(parameter):
             table.add(name, parameter.grad, factor)
     ranks = gradient_replication(trainer)
     copies = ranks.copies([p if p.grad is None else p.grad for p in parameters], parameters)
@@ -64,15 +64,13 @@ def count_gradients(
     return table
 
 
-def kept_in_fp32(pl_module: "pl.LightningModule", watch: BackwardWatch | None) -> tuple[str, ...]:
+def kept_in_fp32(pl_module: "pl.LightningModule", watch: BackwardWatch) -> tuple[str, ...]:
     """Names of the parameters whose gradients were certainly never in 16 bit."""
-    if watch is None:
-        return ()
     return tuple(unwrapped_name(name) for name, p in pl_module.named_parameters() if watch.is_kept_in_fp32(p))
 
 
 def largest_on_any_rank(
-    trainer: "pl.Trainer", watch: BackwardWatch | None, factor: Tensor | float | None, device: torch.device
+    trainer: "pl.Trainer", watch: BackwardWatch, factor: Tensor | float | None, device: torch.device
 ) -> Tensor:
     """Largest magnitude of the 16-bit gradients that backward held, times ``factor``; -1 without any.
 
@@ -80,7 +78,7 @@ def largest_on_any_rank(
     have to call this.
     """
     largest = torch.full((1,), -1.0, dtype=torch.float32, device=device)
-    if watch is not None and watch.largest is not None:
+    if watch.largest is not None:
         largest = watch.largest.reshape(1) * (1.0 if factor is None else factor)
         largest = largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
     if world_size() > 1:

@@ -244,7 +244,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Watches the backward of an observed step; from here on forwards are recomputations."""
         if self.needs_gradients(trainer.global_step):
-            self._fit.backwards = (self._fit.backwards or BackwardWatch(pl_module.device, self._warn_once)).attach(loss)
+            self._fit.backwards = self._backwards(pl_module).attach(loss)
         if self._fit.hooks is not None:
             self._fit.hooks.in_backward = True
             # The plugin may have changed it before the end of the batch.
@@ -268,7 +268,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
             return
         loss_scale = loss_scale_of(trainer)
         factor = self._factor(loss_scale, already_scaled=gradients_are_scaled(trainer, optimizer))
-        watch, self._fit.backwards = self._fit.backwards, None
+        watch, self._fit.backwards = self._backwards(pl_module), None
         table = count_gradients(trainer, pl_module, optimizer, factor, watch)
         # Backward holds gradients times the loss scale; they are unscaled later.
         held_factor = self._factor(loss_scale, already_scaled=True)
@@ -294,6 +294,10 @@ class UnderflowMonitor(SettingsRepr, Callback):
             rank_zero_info(f"UnderflowMonitor, the last observation:\n{self._latest}{advice}")
 
     # -- from the device to the logger ---------------------------------------------------------------------------------
+
+    def _backwards(self, pl_module: "pl.LightningModule") -> BackwardWatch:
+        """The watch of the observed step's backwards; it has seen nothing where the module called them itself."""
+        return self._fit.backwards or BackwardWatch(pl_module.device, self._warn_once)
 
     def _factor(self, loss_scale: Tensor | None, *, already_scaled: bool) -> Tensor | float | None:
         """What values are multiplied by to be those that the format would hold."""

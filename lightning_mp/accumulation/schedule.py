@@ -1,9 +1,8 @@
 """How many micro-batches the next window has: a pure function of how far the run is."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, get_args
 
 Unit = Literal["epoch", "step", "sample", "token"]
@@ -65,7 +64,8 @@ class Thresholds:
 
     def micro_batches(self, progress: Progress) -> int:
         """Length of the window that opens now."""
-        entry = _entry_at(sorted(self.table), progress.at(self.unit))
+        position = progress.at(self.unit)
+        entry = max((threshold for threshold in self.table if threshold <= position), default=None)
         return 1 if entry is None else self.table[entry]
 
 
@@ -91,16 +91,15 @@ class TargetBatch:
     counted: Literal["sample", "token"]
     unit: Unit = "step"
     ramp: Ramp = "stepped"
-    _thresholds: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.ramp not in get_args(Ramp):
             raise ValueError(f"ramp={self.ramp!r} is unknown; it must be one of {get_args(Ramp)}.")
-        object.__setattr__(self, "_thresholds", sorted(self.targets))
-        if self._thresholds[0] != 0:
+        first = min(self.targets)
+        if first != 0:
             raise ValueError(
-                f"The first target batch is given from {self.unit} {self._thresholds[0]:,} on, and nothing before it:"
-                f" give the batch of the start as {{0: {self.targets[self._thresholds[0]]}, ...}}."
+                f"The first target batch is given from {self.unit} {first:,} on, and nothing before it: give the batch"
+                f" of the start as {{0: {self.targets[first]}, ...}}."
             )
 
     @property
@@ -111,23 +110,17 @@ class TargetBatch:
     def target(self, progress: Progress) -> float:
         """The batch requested, in ``counted``."""
         position = progress.at(self.unit)
-        before = _entry_at(self._thresholds, position)
-        assert before is not None
-        following = [threshold for threshold in self._thresholds if threshold > position]
-        if self.ramp == "stepped" or not following:
+        before = max(threshold for threshold in self.targets if threshold <= position)
+        following = min((threshold for threshold in self.targets if threshold > position), default=None)
+        if self.ramp == "stepped" or following is None:
             return self.targets[before]
-        part = (position - before) / (following[0] - before)
-        return self.targets[before] + part * (self.targets[following[0]] - self.targets[before])
+        part = (position - before) / (following - before)
+        return self.targets[before] + part * (self.targets[following] - self.targets[before])
 
     def micro_batches(self, progress: Progress) -> int:
         """Length of the window that opens now."""
         size = progress.micro_batch_samples if self.counted == "sample" else progress.micro_batch_tokens
         return max(1, math.floor(self.target(progress) / max(size, 1) + 0.5))
-
-
-def _entry_at(thresholds: list[int], position: int) -> int | None:
-    index = bisect_right(thresholds, position)
-    return thresholds[index - 1] if index else None
 
 
 def estimate_steps(

@@ -113,10 +113,11 @@ class BackwardWatch:
     parameters in there are not called fp32. Several backwards (micro-batches, losses) may be watched one by one.
     """
 
-    def __init__(self, device: torch.device, warn_once: WarnOnce | None = None) -> None:
+    def __init__(self, device: torch.device, warn_once: WarnOnce) -> None:
         self._device = device
-        self._warn_once = warn_once or WarnOnce(type(self).__name__)
-        self._largest: Tensor | None = None
+        self._warn_once = warn_once
+        #: Largest magnitude of all 16-bit gradients, of shape [], inf or nan if one is not finite; None without any.
+        self.largest: Tensor | None = None
         self._kept: set[int] = set()
         self._passed: set[int] = set()
         self._clear()
@@ -153,18 +154,13 @@ class BackwardWatch:
                 if isinstance(parameter, Tensor):
                     (self._passed if self._passes(node) else self._kept).add(id(parameter))
         if self._noted:
-            before = [] if self._largest is None else [self._largest]
-            self._largest = torch.stack([*before, *self._noted]).amax()
+            before = [] if self.largest is None else [self.largest]
+            self.largest = torch.stack([*before, *self._noted]).amax()
         self._clear()
 
     def is_kept_in_fp32(self, parameter: Tensor) -> bool:
         """Whether it certainly is: its backward was seen, and no gradient of it was in 16 bit."""
         return id(parameter) in self._kept and id(parameter) not in self._passed
-
-    @property
-    def largest(self) -> Tensor | None:
-        """Largest magnitude of all 16-bit gradients, of shape [], inf or nan if one is not finite; None without any."""
-        return self._largest
 
     def _hook(self, node: Node) -> Callable[..., None]:
         @torch.no_grad()
