@@ -25,6 +25,8 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
 
 _STANDARD_ERRORS = 1.96
+_NUM_SUMS = 7
+_STATE_KINDS = {"windows": COUNT, "weight": AMOUNT, "square_weight": AMOUNT, "sums": listed_of(NUMBER, _NUM_SUMS)}
 
 
 def unbiased_estimates(
@@ -95,10 +97,10 @@ class NoiseScaleAverage:
     def __init__(self, average_steps: int) -> None:
         self.average_steps = average_steps
         self.windows = 0
-        self._weight = 0.0
-        self._square_weight = 0.0
+        self.weight = 0.0
+        self.square_weight = 0.0
         # |G|^2, trace, their squares and product, samples of a batch, tokens of a sample
-        self._sums = [0.0] * 7
+        self.sums = [0.0] * _NUM_SUMS
 
     def add(
         self,
@@ -113,20 +115,20 @@ class NoiseScaleAverage:
         square, trace = unbiased_estimates(small_square_norm, big_square_norm, small_inverse_size, big_inverse_size)
         decay = 1 - 1 / self.average_steps
         new = (square, trace, square**2, trace**2, square * trace, 1 / big_inverse_size, tokens_per_sample)
-        self._sums = [decay * before + value for before, value in zip(self._sums, new, strict=True)]
-        self._weight = decay * self._weight + 1
-        self._square_weight = decay**2 * self._square_weight + 1
+        self.sums = [decay * before + value for before, value in zip(self.sums, new, strict=True)]
+        self.weight = decay * self.weight + 1
+        self.square_weight = decay**2 * self.square_weight + 1
         self.windows += 1
 
     def estimate(self) -> NoiseScale | None:
         r"""The ratio of the averages; None for fewer than two windows, or while an average is not positive."""
         if self.windows < 2:
             return None
-        square, trace, square_2, trace_2, product, batch_samples, tokens = (s / self._weight for s in self._sums)
+        square, trace, square_2, trace_2, product, batch_samples, tokens = (s / self.weight for s in self.sums)
         if square <= 0 or trace <= 0:
             return None
         # Variance of a weighted mean: scatter * sum w^2 / (sum w)^2, and Bessel's correction for weights.
-        share = self._square_weight / self._weight**2
+        share = self.square_weight / self.weight**2
         factor = share / (1 - share)
         low, high = _fieller(
             trace,
@@ -139,26 +141,13 @@ class NoiseScaleAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """All averages."""
-        return {
-            "windows": self.windows,
-            "weight": self._weight,
-            "square_weight": self._square_weight,
-            "sums": list(self._sums),
-        }
+        return {name: getattr(self, name) for name in _STATE_KINDS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from saved averages."""
-        kinds = {
-            "windows": COUNT,
-            "weight": AMOUNT,
-            "square_weight": AMOUNT,
-            "sums": listed_of(NUMBER, len(self._sums)),
-        }
-        state = checked_state(state, kinds, "the gradient noise scale")
-        self.windows = state["windows"]
-        self._weight = state["weight"]
-        self._square_weight = state["square_weight"]
-        self._sums = list(state["sums"])
+        state = checked_state(state, _STATE_KINDS, "the gradient noise scale")
+        for name in _STATE_KINDS:
+            setattr(self, name, state[name])
 
 
 def _fieller(a: float, b: float, var_a: float, var_b: float, covariance: float) -> tuple[float, float]:

@@ -157,14 +157,7 @@ class UnderflowObservation:
             kind: {name: ExponentHistogram(**histogram) for name, histogram in by_name.items()}
             for kind, by_name in state["histograms"].items()
         }
-        return cls(
-            state["step_index"],
-            state["format"],
-            state["scale"],
-            histograms,
-            state.get("largest_in_backward"),
-            tuple(state.get("kept_in_fp32", ())),
-        )
+        return cls(**{**state, "histograms": histograms, "kept_in_fp32": tuple(state["kept_in_fp32"])})
 
 
 def pack_observation(scale: Tensor, largest: Tensor | None, tables: Iterable[ExponentTable]) -> Tensor:
