@@ -4,6 +4,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
@@ -126,20 +127,9 @@ def join_stages(reports: Sequence[AuditReport], names: Sequence[str]) -> AuditRe
 
 def _row_of_stages(rows: Sequence[ModuleRecord]) -> ModuleRecord:
     """Of a module that several stages hold: a container, the model, or one with tied weights."""
-    first = rows[0]
-
-    def seen(field: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(dtype for row in rows for dtype in getattr(row, field)))
-
-    dtypes = dict.fromkeys(row.autocast for row in rows if row.autocast != "?")
-    return ModuleRecord(
-        name=first.name,
-        class_name=first.class_name,
-        weights=seen("weights"),
-        inputs=seen("inputs"),
-        outputs=seen("outputs"),
-        output_gradients=seen("output_gradients"),
-        weight_gradients=seen("weight_gradients"),
-        autocast=", ".join(dtypes) or "?",
-        calls=max(row.calls for row in rows),
-    )
+    fields = ("weights", "inputs", "outputs", "output_gradients", "weight_gradients")
+    seen: dict[str, Any] = {
+        field: tuple(dict.fromkeys(dtype for row in rows for dtype in getattr(row, field))) for field in fields
+    }
+    autocast = ", ".join(dict.fromkeys(row.autocast for row in rows if row.autocast != "?")) or "?"
+    return replace(rows[0], **seen, autocast=autocast, calls=max(row.calls for row in rows))
