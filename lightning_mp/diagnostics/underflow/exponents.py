@@ -105,15 +105,10 @@ class ExponentHistogram:
     @classmethod
     def from_slots(cls, slots: Sequence[float], largest: float) -> Self:
         """From what :func:`count_exponents` counted."""
-        powers: dict[int, int] = {}
-        counts: dict[int, int] = {}
-        for index in range(_FIRST_SLOT, NUM_SLOTS, 2):
-            power, rest = int(slots[index]), int(slots[index + 1])
-            if power + rest:
-                exponent = (index - _FIRST_SLOT) // 2 + LOWEST_EXPONENT - 1
-                counts[exponent] = power + rest
-                if power:
-                    powers[exponent] = power
+        powers = dict(enumerate(map(int, slots[_FIRST_SLOT:NUM_SLOTS:2]), LOWEST_EXPONENT - 1))
+        others = enumerate(map(int, slots[_FIRST_SLOT + 1 : NUM_SLOTS : 2]), LOWEST_EXPONENT - 1)
+        counts = {exponent: number for exponent, other in others if (number := powers[exponent] + other)}
+        powers = {exponent: number for exponent, number in powers.items() if number}
         return cls(counts, powers, int(slots[0]), int(slots[1]), float(largest))
 
     @classmethod
