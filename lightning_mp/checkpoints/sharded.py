@@ -126,12 +126,7 @@ def _refuse_other_optimizers(path: Path, metadata: "Metadata", optimizers: Seque
 
 
 def _load_optimizer(
-    path: Path,
-    key: str,
-    model: nn.Module,
-    optimizer: Optimizer,
-    metadata: "Metadata",
-    weights_only: bool | None,
+    path: Path, key: str, model: nn.Module, optimizer: Optimizer, metadata: "Metadata", weights_only: bool | None
 ) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

@@ -119,11 +119,7 @@ def _print_run(run: TrainingRun, of_all: str) -> None:
     rows = [
         ("parameters N", f"{format_quantity(run.parameters)}{of_all}", format_quantity(best.parameters)),
         ("tokens D", format_quantity(run.tokens), format_quantity(best.tokens)),
-        (
-            "tokens per parameter",
-            format_quantity(run.tokens_per_parameter),
-            format_quantity(best.tokens_per_parameter),
-        ),
+        ("tokens per parameter", format_quantity(run.tokens_per_parameter), format_quantity(best.tokens_per_parameter)),
         ("FLOPs 6 N D", _flops(run.flops), _flops(best.flops)),
         ("predicted loss", _loss(run.loss), _loss(best.loss)),
     ]

@@ -163,13 +163,7 @@ def final_loss(trial: Trial) -> float:
 
 
 def run_pairs(
-    experiment: Experiment,
-    *,
-    seeds: Sequence[int],
-    steps: int,
-    monitor: str | None,
-    file: RunFile | None,
-    bar: Any,
+    experiment: Experiment, *, seeds: Sequence[int], steps: int, monitor: str | None, file: RunFile | None, bar: Any
 ) -> list[FinishedRun]:
     """Makes the runs that are missing, all precisions of a seed after each other."""
     finished = file.read() if file is not None else []

@@ -38,10 +38,7 @@ examples:
 def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
     """Adds ``demo`` to the command line."""
     parser = commands.add_parser(
-        "demo",
-        help="train a small language model on real text",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        "demo", help="train a small language model on real text", description=_DESCRIPTION, epilog=_EXAMPLES
     )
     groups = {
         "": parser.add_argument_group("what to train (fixed when a run is resumed)"),

@@ -20,13 +20,7 @@ from lightning_mp.diagnostics import StepOutcome
 from lightning_mp.gradients.gradient_ops import local_shard
 
 #: The colour of a number format in every figure.
-COLOURS = {
-    "fp32": "black",
-    "bf16": "tab:blue",
-    "fp16": "tab:orange",
-    "fp8_e5m2": "tab:green",
-    "fp8_e4m3fn": "tab:red",
-}
+COLOURS = {"fp32": "black", "bf16": "tab:blue", "fp16": "tab:orange", "fp8_e5m2": "tab:green", "fp8_e4m3fn": "tab:red"}
 _DEFAULTS: dict[str, Any] = {
     "accelerator": "cpu",
     "max_epochs": 1,

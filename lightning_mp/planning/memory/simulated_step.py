@@ -44,12 +44,7 @@ class StandInModel:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        precision: PrecisionSpec,
-        *,
-        policy: PrecisionPolicy | None,
-        device_type: str,
+        self, module: nn.Module, precision: PrecisionSpec, *, policy: PrecisionPolicy | None, device_type: str
     ) -> None:
         self._precision = precision
         kept = _kept_in_float32(module, precision, policy)

@@ -154,10 +154,7 @@ class StandInOptimizer:
                 group["params"] = members
 
     def _step_block(
-        self,
-        members: list[Tensor],
-        used: Mapping[Tensor, tuple[Tensor, Tensor | None]],
-        live: LiveStorages | None,
+        self, members: list[Tensor], used: Mapping[Tensor, tuple[Tensor, Tensor | None]], live: LiveStorages | None
     ) -> None:
         for stand_in in members:
             parameter, kept = used[stand_in]

@@ -34,11 +34,7 @@ from lightning_mp.core.arguments import positive_number, whole_number, whole_qua
 from lightning_mp.core.precisions import find_precision
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import peak_flops
-from lightning_mp.planning.parallelism.communication import (
-    TensorReduceDtype,
-    Transfer,
-    communication_per_step,
-)
+from lightning_mp.planning.parallelism.communication import TensorReduceDtype, Transfer, communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
