@@ -60,14 +60,16 @@ def check_counts(
     settings = AccumulationSettings()
     for other in callbacks_of(trainer):
         if hasattr(other, "check_setup") and hasattr(other, "count"):
-            settings.weigh(getattr(other, "weight_by", None), other.count, **_use_of_count(other))
+            settings.weigh(getattr(other, "weight_by", None), **_counts_of(other, other.count))
     assert settings.weighting is not None
     return settings.weighting.resolved(batch, shifted=False, needs_tokens=needs_tokens)
 
 
-def _use_of_count(callback: object) -> dict[str, bool]:
-    """What the ``count`` of a callback is for beyond the run's account of tokens."""
-    return {"count_weighs": hasattr(callback, "weight_by"), "counts_inputs": hasattr(callback, "flops_per_token")}
+def _counts_of(callback: object, count: CountFunction | None) -> dict[str, Any]:
+    """What the ``count`` of a callback is for: throughput, or the tokens of the run and, of a schedule, the weights."""
+    if hasattr(callback, "flops_per_token"):
+        return {"count": None, "input_count": count}
+    return {"count": count, "count_weighs": hasattr(callback, "weight_by")}
 
 
 def join_window_controller(
@@ -81,7 +83,7 @@ def join_window_controller(
     refuse_conflicting_callbacks(callback, trainer, pl_module)
     ResumableProgress.attach(trainer)
     controller = AccumulationController.attach(trainer)
-    controller.settings.weigh(weight_by, count, **_use_of_count(callback))
+    controller.settings.weigh(weight_by, **_counts_of(callback, count))
     return controller
 
 

@@ -210,7 +210,8 @@ class GradientNoiseScale(SettingsRepr, Callback):
         controller = AccumulationController.of(fit.trainer)
         if controller is not None and controller.measure is not None:
             if fit.tokens_are_samples is None:
-                is_counted = controller.weighting is not None and controller.weighting.count is not None
+                weighting = controller.weighting
+                is_counted = weighting is not None and (weighting.count or weighting.input_count) is not None
                 fit.tokens_are_samples = is_counted and controller.measure.most_tokens == fit.samples
             return 0.0 if fit.tokens_are_samples else controller.measure.tokens
         labels = batch_tokens.find_labels(batch)

@@ -77,26 +77,21 @@ class AccumulationSettings:
         count: CountFunction | None,
         *,
         count_weighs: bool = False,
-        counts_inputs: bool = False,
+        input_count: CountFunction | None = None,
     ) -> None:
         """Micro-batches are weighted by ``weight_by``, or only counted with None.
 
-        ``count`` counts tokens in place of labels; with ``count_weighs`` it also says what micro-batches weigh, and
-        with ``counts_inputs`` how many tokens are in the inputs.
+        ``count`` counts tokens in place of labels; with ``count_weighs`` it also says what micro-batches weigh.
+        ``input_count`` is a monitor's, which changes neither.
         """
-        count_weighs, counts_inputs = count_weighs and count is not None, counts_inputs and count is not None
-        known = self.weighting
-        if known is None:
-            self.weighting = Weighting(weight_by, count, count_weighs, counts_inputs)
-            return
+        known = self.weighting if self.weighting is not None else Weighting(None)
         if count is not None and known.count is not None and known.count is not count:
             raise MisconfigurationException("Two callbacks count tokens with different count= functions; use one.")
-        chosen = known.weight_by if known.weight_by not in (None, "auto") or weight_by is None else weight_by
         self.weighting = Weighting(
-            chosen,
+            known.weight_by if known.weight_by not in (None, "auto") or weight_by is None else weight_by,
             known.count if known.count is not None else count,
-            known.count_weighs or count_weighs,
-            known.counts_inputs or counts_inputs,
+            known.count_weighs or (count_weighs and count is not None),
+            known.input_count if known.input_count is not None else input_count,
         )
 
     def spend(self, budget: TokenBudget) -> None:

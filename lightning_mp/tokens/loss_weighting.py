@@ -1,7 +1,7 @@
 """What a micro-batch weighs in the mean of its window: itself, its samples or its tokens."""
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -35,9 +35,9 @@ class Weighting:
     """Measures micro-batches."""
 
     weight_by: WeightBy | None = "auto"
-    count: CountFunction | None = None
+    count: CountFunction | None = None  # of the tokens of a batch, in place of its labels
     count_weighs: bool = False  # micro-batches weigh what `count` returns, not their labels or what a loss shows
-    counts_inputs: bool = False  # inputs are what `count` returns, not the tokens that labels or a mask show
+    input_count: CountFunction | None = None  # of a monitor; where tokens cannot be counted, it stands in for them
     shifted: bool = False
     counts_tokens: bool = True
     counts_samples: bool = False
@@ -52,14 +52,7 @@ class Weighting:
         self, first_batch: Any, *, shifted: bool, needs_tokens: bool = False, needs_samples: bool = False
     ) -> "Weighting":
         """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused."""
-        if self.count is samples_of and (needs_tokens or self.weight_by == "token"):
-            raise MisconfigurationException(
-                "MFUMonitor(unit='sample') has the run counted in samples, and weight_by='token', a budget or a"
-                " schedule in tokens has it counted in tokens. A run is counted in one of them: use MFUMonitor() for"
-                " figures per token, or remove what counts tokens."
-            )
-        has_labels = batch_tokens.find_labels(first_batch) is not None
-        has_tokens = has_labels or self.count is not None
+        has_tokens = self.count is not None or batch_tokens.find_labels(first_batch) is not None
         if not has_tokens and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
                 f"Tokens cannot be counted in a batch of type {type(first_batch).__name__!r}: batch['labels'] or"
@@ -68,51 +61,39 @@ class Weighting:
             )
         weight_by = self.weight_by
         if weight_by == "auto":
-            weight_by = "token" if has_labels or self.count not in (None, samples_of) else "sample"
-        return Weighting(
-            weight_by,
-            self.count,
-            self.count_weighs,
-            self.counts_inputs,
+            weight_by = "token" if has_tokens else "sample"
+        return replace(
+            self,
+            weight_by=weight_by,
             shifted=shifted,
-            counts_tokens=has_tokens,
+            counts_tokens=has_tokens or self.input_count is not None,
             counts_samples=needs_samples or weight_by == "sample",
         )
 
     def measure(self, batch: Any) -> Measure:
         """Counts one micro-batch without waiting for the device."""
-        tokens, most_tokens = self._tokens(batch) if self.counts_tokens else (0, 0)
+        counted = None if self.input_count is None else _counted(self.input_count, batch)
+        tokens, most_tokens = self._tokens(batch, counted) if self.counts_tokens else (0, 0)
         samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
         items = {"token": self._weight(batch, tokens), "sample": samples, "batch": 1, None: 1}[self.weight_by]
-        input_tokens = most_tokens
-        nonpad_tokens = batch_tokens.nonpad_tokens(batch) if self.counts_tokens else 0
-        if self.count is not None and self.counts_tokens:
-            if not self.inputs_are_counted(batch):
-                input_tokens = batch_tokens.shown_tokens(batch) or 0
-            elif isinstance(nonpad_tokens, Tensor):
-                nonpad_tokens = nonpad_tokens.clamp(max=input_tokens)  # a mask hides tokens, not what else is counted
-        return Measure(
-            items,
-            tokens,
-            input_tokens,
-            most_tokens,
-            samples,
-            batch_tokens.declared_divisor(batch),
-            input_tokens if nonpad_tokens is None else nonpad_tokens,
-        )
+        input_tokens, nonpad_tokens = self._inputs(batch, most_tokens if counted is None else counted[1])
+        divisor = batch_tokens.declared_divisor(batch)
+        return Measure(items, tokens, input_tokens, most_tokens, samples, divisor, nonpad_tokens)
 
     def inputs_are_counted(self, batch: Any) -> bool:
-        """Whether `count` says how many tokens are in the inputs: a monitor's, or where nothing else shows them."""
-        return self.count is not None and (self.counts_inputs or batch_tokens.shown_tokens(batch) is None)
+        """Whether a function says how many tokens are in the inputs: a monitor's, or where nothing else shows them."""
+        return self.input_count is not None or (self.count is not None and batch_tokens.shown_tokens(batch) is None)
 
     @property
     def counts_rows(self) -> bool:
         """Whether :meth:`takes_rows` can be true of any batch."""
-        return self.weight_by == "sample" or self.count is samples_of or (self.counts_samples and self.count is None)
+        return (
+            self.weight_by == "sample" or self.input_count is samples_of or (self.counts_samples and self.count is None)
+        )
 
     def takes_rows(self, batch: Any) -> bool:
         """Whether samples matter, and only the first tensor shows how many a batch has."""
-        if self.weight_by == "sample" or self.count is samples_of:
+        if self.weight_by == "sample" or self.input_count is samples_of:
             return True
         return self.counts_rows and batch_tokens.find_labels(batch) is None
 
@@ -121,7 +102,7 @@ class Weighting:
         samples = batch_tokens.count_samples(batch) if "sample" in units else 0
         if "token" not in units:
             return samples, 0
-        return samples, int(self.count(batch)) if self.count is not None else self._tokens(batch)[1]
+        return samples, int(self.count(batch)) if self.count is not None else self._tokens(batch, None)[1]
 
     def _weight(self, batch: Any, tokens: int | Tensor) -> int | Tensor:
         """Target tokens, whatever a budget counts."""
@@ -130,16 +111,34 @@ class Weighting:
             return tokens
         return batch_tokens.loss_bearing(labels, shifted=self.shifted).sum()
 
-    def _tokens(self, batch: Any) -> tuple[int | Tensor, int]:
-        labels = batch_tokens.find_labels(batch)
+    def _tokens(self, batch: Any, counted: tuple[int | Tensor, int] | None) -> tuple[int | Tensor, int]:
+        """Target tokens, and an upper bound for them; else what was ``counted`` in the inputs."""
         if self.count is not None:
-            counted = self.count(batch)
-            if labels is not None and isinstance(counted, Tensor):
-                return counted, labels.numel()  # reading the tensor would make the host wait for the device
-            return counted, int(counted)
-        if labels is None:
-            raise MisconfigurationException(
-                f"The first batch had token labels, this batch of type {type(batch).__name__!r} has none."
-                " All batches of a run must have the same structure; otherwise pass count=."
-            )
-        return batch_tokens.loss_bearing(labels, shifted=self.shifted).sum(), labels.numel()
+            return _counted(self.count, batch)
+        labels = batch_tokens.find_labels(batch)
+        if labels is not None:
+            return batch_tokens.loss_bearing(labels, shifted=self.shifted).sum(), labels.numel()
+        if counted is not None:
+            return counted
+        raise MisconfigurationException(
+            f"The first batch had token labels, this batch of type {type(batch).__name__!r} has none."
+            " All batches of a run must have the same structure; otherwise pass count=."
+        )
+
+    def _inputs(self, batch: Any, counted: int) -> tuple[int, int | Tensor]:
+        """Tokens in the inputs, and those of them that are no padding."""
+        if not self.counts_tokens:
+            return 0, 0
+        nonpad_tokens = batch_tokens.nonpad_tokens(batch)
+        if self.inputs_are_counted(batch):
+            # A mask hides tokens, not what else is counted.
+            return counted, counted if nonpad_tokens is None else nonpad_tokens.clamp(max=counted)
+        shown = batch_tokens.shown_tokens(batch)
+        assert shown is not None
+        return shown, shown if nonpad_tokens is None else nonpad_tokens
+
+
+def _counted(count: CountFunction, batch: Any) -> tuple[int | Tensor, int]:
+    """What a function counts, and an upper bound for it that does not wait for the device where labels give one."""
+    counted, labels = count(batch), batch_tokens.find_labels(batch)
+    return counted, labels.numel() if labels is not None and isinstance(counted, Tensor) else int(counted)

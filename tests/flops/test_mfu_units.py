@@ -77,19 +77,26 @@ def test_samples_weigh_micro_batches_as_where_the_scheduler_says_so() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [lambda: AccumulationScheduler({0: 2}, weight_by="token"), lambda: ChinchillaBudget(tokens=100, save=False)],
+    [lambda: AccumulationScheduler({0: 2}, weight_by="token"), lambda: ChinchillaBudget(tokens=700, save=False)],
     ids=["weights", "budget"],
 )
-def test_samples_beside_tokens_are_refused(other: Any) -> None:
-    message = r"MFUMonitor\(unit='sample'\) has the run counted in samples, and weight_by='token', a budget"
-    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match=message):
-        fit(Segmentation(), segmented_pictures(), MFUMonitor(unit="sample"), other(), max_epochs=-1)
+@pytest.mark.parametrize("arguments", [{"unit": "sample"}, {"count": lambda batch: 7 * len(batch[0]), "unit": "token"}])
+def test_what_a_monitor_counts_is_its_own(arguments: dict[str, Any], other: Any) -> None:
+    """The run ends where it ends without it, with the same weights: a budget and weights count labels."""
+    trained, made = [], MFUMonitor(**arguments)
+    for callbacks in ([], [made]):
+        module = Segmentation()
+        trainer = fit(module, segmented_pictures(), *callbacks, other())
+        trained.append([*weights(module), torch.tensor(trainer.global_step)])
+    assert all(map(torch.equal, *trained))
+    pictures = made.throughput.totals.input_tokens // (1 if "count" not in arguments else 7)
+    assert pictures == (12 if isinstance(other(), ChinchillaBudget) else 16)
 
 
 def test_an_attention_mask_does_not_hide_samples() -> None:
     """Else there were more samples than there are: four tokens of each sample are seen."""
     batch = {"x": torch.zeros(2, 6), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]] * 2)}
-    measure = Weighting("token", lambda batch: len(batch["x"]), counts_inputs=True).measure(batch)
+    measure = Weighting("token", input_count=lambda batch: len(batch["x"])).measure(batch)
     assert (measure.input_tokens, int(measure.nonpad_tokens)) == (2, 2)
 
 

@@ -157,7 +157,7 @@ def test_other_batches_are_told_of_once(name: str) -> None:
         (Weighting("token", counts_samples=True), {"labels": TOKENS, "cu_seqlens": torch.zeros(4)}, False),
         (Weighting("token", count=len, counts_samples=True), {"x": torch.zeros(2)}, False),
         (Weighting("batch", counts_samples=True), {"x": torch.zeros(2)}, True),
-        (Weighting("batch", count=samples_of), {"x": torch.zeros(2)}, True),
+        (Weighting("batch", input_count=samples_of), {"x": torch.zeros(2)}, True),
     ],
 )
 def test_rows_matter_where_nothing_else_tells_the_samples(weighting: Weighting, batch: Any, takes_rows: bool) -> None:
