@@ -73,10 +73,23 @@ class Weighting:
     def measure(self, batch: Any) -> Measure:
         """Counts one micro-batch without waiting for the device."""
         counted = None if self.input_count is None else _counted(self.input_count, batch)
+        inputs_are_counted = self.counts_tokens and self.inputs_are_counted(batch)
         tokens, most_tokens = self._tokens(batch, counted) if self.counts_tokens else (0, 0)
         samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
-        items = {"token": self._weight(batch, tokens), "sample": samples, "batch": 1, None: 1}[self.weight_by]
-        input_tokens, nonpad_tokens = self._inputs(batch, most_tokens if counted is None else counted[1])
+        items = {"token": tokens, "sample": samples, "batch": 1, None: 1}[self.weight_by]
+        if self.weight_by == "token" and self.count is not None and not self.count_weighs:
+            items = self._weight(batch, tokens)
+        input_tokens, unmasked = 0, None
+        if inputs_are_counted:
+            input_tokens = most_tokens if counted is None else counted[1]
+            unmasked = batch_tokens.nonpad_tokens(batch)
+            if unmasked is not None:  # a mask hides tokens, not what else is counted
+                unmasked = unmasked.clamp(max=input_tokens)
+        elif self.counts_tokens:
+            shown = batch_tokens.shown_tokens(batch)
+            assert shown is not None
+            input_tokens, unmasked = shown, batch_tokens.nonpad_tokens(batch)
+        nonpad_tokens = input_tokens if unmasked is None else unmasked
         divisor = batch_tokens.declared_divisor(batch)
         return Measure(items, tokens, input_tokens, most_tokens, samples, divisor, nonpad_tokens)
 
@@ -107,9 +120,7 @@ class Weighting:
     def _weight(self, batch: Any, tokens: int | Tensor) -> int | Tensor:
         """Target tokens, whatever a budget counts."""
         labels = batch_tokens.find_labels(batch)
-        if self.count is None or self.count_weighs or labels is None:
-            return tokens
-        return batch_tokens.loss_bearing(labels, shifted=self.shifted).sum()
+        return tokens if labels is None else batch_tokens.loss_bearing(labels, shifted=self.shifted).sum()
 
     def _tokens(self, batch: Any, counted: tuple[int | Tensor, int] | None) -> tuple[int | Tensor, int]:
         """Target tokens, and an upper bound for them; else what was ``counted`` in the inputs."""
@@ -124,18 +135,6 @@ class Weighting:
             f"The first batch had token labels, this batch of type {type(batch).__name__!r} has none."
             " All batches of a run must have the same structure; otherwise pass count=."
         )
-
-    def _inputs(self, batch: Any, counted: int) -> tuple[int, int | Tensor]:
-        """Tokens in the inputs, and those of them that are no padding."""
-        if not self.counts_tokens:
-            return 0, 0
-        nonpad_tokens = batch_tokens.nonpad_tokens(batch)
-        if self.inputs_are_counted(batch):
-            # A mask hides tokens, not what else is counted.
-            return counted, counted if nonpad_tokens is None else nonpad_tokens.clamp(max=counted)
-        shown = batch_tokens.shown_tokens(batch)
-        assert shown is not None
-        return shown, shown if nonpad_tokens is None else nonpad_tokens
 
 
 def _counted(count: CountFunction, batch: Any) -> tuple[int | Tensor, int]:
