@@ -73,24 +73,19 @@ class Weighting:
     def measure(self, batch: Any) -> Measure:
         """Counts one micro-batch without waiting for the device."""
         counted = None if self.input_count is None else _counted(self.input_count, batch)
-        inputs_are_counted = self.counts_tokens and self.inputs_are_counted(batch)
         tokens, most_tokens = self._tokens(batch, counted) if self.counts_tokens else (0, 0)
         samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
-        items = {"token": tokens, "sample": samples, "batch": 1, None: 1}[self.weight_by]
-        if self.weight_by == "token" and self.count is not None and not self.count_weighs:
-            items = self._weight(batch, tokens)
-        input_tokens, unmasked = 0, None
-        if inputs_are_counted:
-            input_tokens = most_tokens if counted is None else counted[1]
-            unmasked = batch_tokens.nonpad_tokens(batch)
-            if unmasked is not None:  # a mask hides tokens, not what else is counted
-                unmasked = unmasked.clamp(max=input_tokens)
-        elif self.counts_tokens:
-            shown = batch_tokens.shown_tokens(batch)
-            assert shown is not None
-            input_tokens, unmasked = shown, batch_tokens.nonpad_tokens(batch)
-        nonpad_tokens = input_tokens if unmasked is None else unmasked
+        nonpad_tokens = batch_tokens.nonpad_tokens(batch) if self.counts_tokens else 0
         divisor = batch_tokens.declared_divisor(batch)
+        target_tokens, input_tokens = tokens, most_tokens if counted is None else counted[1]
+        if self.count is not None or self.input_count is not None:
+            target_tokens = self._target_tokens(batch, tokens)
+            if not self.inputs_are_counted(batch):
+                input_tokens = batch_tokens.shown_tokens(batch) or 0
+            elif isinstance(nonpad_tokens, Tensor):
+                nonpad_tokens = nonpad_tokens.clamp(max=input_tokens)  # a mask hides tokens, not what else is counted
+        items = {"token": target_tokens, "sample": samples, "batch": 1, None: 1}[self.weight_by]
+        nonpad_tokens = input_tokens if nonpad_tokens is None else nonpad_tokens
         return Measure(items, tokens, input_tokens, most_tokens, samples, divisor, nonpad_tokens)
 
     def inputs_are_counted(self, batch: Any) -> bool:
@@ -117,9 +112,9 @@ class Weighting:
             return samples, 0
         return samples, int(self.count(batch)) if self.count is not None else self._tokens(batch, None)[1]
 
-    def _weight(self, batch: Any, tokens: int | Tensor) -> int | Tensor:
-        """Target tokens, whatever a budget counts."""
-        labels = batch_tokens.find_labels(batch)
+    def _target_tokens(self, batch: Any, tokens: int | Tensor) -> int | Tensor:
+        """What micro-batches weigh by tokens: those of the labels, whatever a budget counts."""
+        labels = None if self.count is None or self.count_weighs else batch_tokens.find_labels(batch)
         return tokens if labels is None else batch_tokens.loss_bearing(labels, shifted=self.shifted).sum()
 
     def _tokens(self, batch: Any, counted: tuple[int | Tensor, int] | None) -> tuple[int | Tensor, int]:
