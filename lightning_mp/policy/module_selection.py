@@ -51,7 +51,10 @@ def select_modules(
         if not names:
             raise ValueError(_nothing_fits(owner, pattern, model, candidates))
     wanted = set().union(*matches)
-    outer = [name for name in candidates if name in wanted and not any(is_inside(name, other) for other in wanted)]
+    outer: list[str] = []
+    for name in candidates:  # what is inside of a module follows it
+        if name in wanted and not (outer and is_inside(name, outer[-1])):
+            outer.append(name)
     for pattern, names in zip(patterns, matches, strict=True):
         if not names & set(outer):
             around = sorted({other for other in outer for name in names if is_inside(name, other)})
