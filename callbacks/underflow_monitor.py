@@ -289,7 +289,8 @@ class UnderflowMonitor(SettingsRepr, Callback):
         """Reads the last observation, and prints it."""
         self._flush_pending()
         if self._latest is not None:
-            scale = self.suggested_scale
+            has_finite = any(self._latest.whole(kind).largest for kind in self.watch)
+            scale = self.suggested_scale if has_finite else None
             advice = "" if scale is None else f"\nA loss scale of {scale:g} suits the last observations."
             rank_zero_info(f"UnderflowMonitor, the last observation:\n{self._latest}{advice}")
 

@@ -233,6 +233,11 @@ class AccumulationController(Callback):
             self._fit.meter.restore_labels()
         self.counter.flush_pending()
 
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Gives the Trainer its own setting back, by which Lightning decides what to log; the window stays open."""
+        if not self.settings.follows_trainer:
+            trainer.accumulate_grad_batches = self.settings.idle_value()
+
     def release(self, trainer: "pl.Trainer") -> None:
         """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
         if not self.settings.follows_trainer:

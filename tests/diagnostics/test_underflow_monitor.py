@@ -1,6 +1,5 @@
 """UnderflowMonitor against numpy, on every plugin; what it costs, by counting; what the user sees."""
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, M
 from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
 from lightning_mp.core import private_api
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram
-from lightning_mp.diagnostics.underflow.observation import UnderflowObservation
 
 SCALE = 2.0**10
 BATCHES = regression_batches(6)
@@ -210,12 +208,13 @@ def test_an_overflow_leaves_no_headroom_and_halves_the_scale(plugins: Any) -> No
 # -- activations -------------------------------------------------------------------------------------------------------
 
 
-def test_where_nothing_is_finite_no_scale_is_suggested() -> None:
-    """A step whose gradients are all nan, as every one where the forward overflows."""
-    histogram = ExponentHistogram.of(torch.tensor([math.nan, math.inf]))
-    observation = UnderflowObservation(3, "fp16", 1024.0, {"gradients": {"weight": histogram}})
-    assert observation.summary().suggested_scale is None
-    assert str(observation).endswith("\nNot finite: 100.00%. The table is of the others.")
+def test_where_nothing_is_finite_no_scale_is_advised(caplog: Any) -> None:
+    """A run in which every step overflows, whatever the scale."""
+    monitor, plugin = UnderflowMonitor(every_n_steps=1), autocast()[0]
+    with caplog.at_level("INFO"):
+        small_models.fit(Regression(overflows=range(4)), loader(regression_batches(4)), monitor, plugin=plugin)
+    (text,) = [text for text in caplog.messages if text.startswith("UnderflowMonitor")]
+    assert text.endswith("\nNot finite: 100.00%. The table is of the others.")
 
 
 def test_activations_and_their_gradients_of_a_window_are_counted() -> None:

@@ -201,7 +201,7 @@ def suggested_scale(
     8192.0
     """
     headroom = histogram.headroom_doublings(target)
-    if histogram.largest == 0.0:
+    if headroom == math.inf:
         return None
     doublings = -1 if headroom == -math.inf else int(headroom) - margin_doublings
     return min(max(2.0 ** (math.frexp(scale)[1] - 1 + doublings), min_scale), max_scale)
