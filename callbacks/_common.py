@@ -1,7 +1,7 @@
 """What callbacks of the pack do alike: refusing foreign Trainers and rivals, joining the accumulation controller."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
@@ -13,6 +13,9 @@ from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.resume.resumable_progress import ResumableProgress
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
+
+#: The tokens of the run; these and the weights of micro-batches; or the inputs that a monitor measures, and no more.
+CountUse = Literal["tokens", "weights", "inputs"]
 
 
 def refuse_other_trainers(callback: object, trainer: object) -> None:
@@ -66,10 +69,11 @@ def check_counts(
 
 
 def _counts_of(callback: object, count: CountFunction | None) -> dict[str, Any]:
-    """What the ``count`` of a callback is for: throughput, or the tokens of the run and, of a schedule, the weights."""
-    if hasattr(callback, "flops_per_token"):
+    """What the ``count`` of a callback is for, by its class: the tokens of the run, unless stated otherwise."""
+    use: CountUse = getattr(callback, "_count_use", "tokens")
+    if use == "inputs":
         return {"count": None, "input_count": count}
-    return {"count": count, "count_weighs": hasattr(callback, "weight_by")}
+    return {"count": count, "count_weighs": use == "weights"}
 
 
 def join_window_controller(

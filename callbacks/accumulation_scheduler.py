@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.partial_state import why_gradients_are_elsewhere
 from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit, estimate_steps
-from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller, refuse_other_trainers
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -120,6 +120,8 @@ class AccumulationScheduler(SettingsRepr, Callback):
         >>> AccumulationScheduler(target_tokens={0: 500_000, "250B": "1M"}, unit="token", ramp="linear").windows.targets
         {0: 500000, 250000000000: 1000000}
     """
+
+    _count_use: ClassVar[CountUse] = "weights"
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller, refuse_other_trainers
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import positive_number, whole_number
@@ -117,6 +117,7 @@ class MFUMonitor(SettingsRepr, Callback):
         True
     """
 
+    _count_use: ClassVar[CountUse] = "inputs"
     _controller: AccumulationController  # from `setup` on
 
     def __init__(

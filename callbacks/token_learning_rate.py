@@ -197,7 +197,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         Raises:
             MisconfigurationException: as in the fit.
         """
-        if not check_counts(self, trainer, pl_module, batch, needs_tokens=False).counts_tokens:
+        if not check_counts(self, trainer, pl_module, batch, needs_tokens=False).has_tokens(batch):
             raise no_tokens_in(batch, "TokenLearningRate")
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -279,7 +279,7 @@ class TokenLearningRate(SettingsRepr, Callback):
     def _inspect(self, trainer: "pl.Trainer", batch: Any) -> None:
         """Refuses a batch without tokens; warns if the run will end far from the schedule's end."""
         assert self._controller.weighting is not None
-        if not self._controller.weighting.counts_tokens:
+        if not self._controller.weighting.has_tokens(batch):
             raise no_tokens_in(batch, "TokenLearningRate")
         if self._controller.budget is not None:
             return

@@ -52,7 +52,7 @@ class Weighting:
         self, first_batch: Any, *, shifted: bool, needs_tokens: bool = False, needs_samples: bool = False
     ) -> "Weighting":
         """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused."""
-        has_tokens = self.count is not None or batch_tokens.find_labels(first_batch) is not None
+        has_tokens = self.has_tokens(first_batch)
         if not has_tokens and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
                 f"Tokens cannot be counted in a batch of type {type(first_batch).__name__!r}: batch['labels'] or"
@@ -69,6 +69,10 @@ class Weighting:
             counts_tokens=has_tokens or self.input_count is not None,
             counts_samples=needs_samples or weight_by == "sample",
         )
+
+    def has_tokens(self, batch: Any) -> bool:
+        """Whether the tokens of a run can be counted in a batch; what a monitor counts are not these."""
+        return self.count is not None or batch_tokens.find_labels(batch) is not None
 
     def measure(self, batch: Any) -> Measure:
         """Counts one micro-batch without waiting for the device."""

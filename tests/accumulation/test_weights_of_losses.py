@@ -213,7 +213,10 @@ def test_a_sum_over_the_number_in_the_batch_is_a_mean(declared: bool) -> None:
         torch.testing.assert_close(fitted(loss, named(batches, count), accumulate_grad_batches=3), whole)
 
 
-def test_ranks_with_unequal_counts_have_the_gradient_of_one_batch() -> None:
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget")
+@pytest.mark.parametrize("name", ["", "budget", "monitor"])
+def test_ranks_with_unequal_counts_have_the_gradient_of_one_batch(name: str) -> None:
+    """Also where something counts in its own way."""
     batches = labelled((1, 8, 4, 2))
 
     def on_rank(rank: int) -> list[list[Tensor]]:
@@ -221,6 +224,7 @@ def test_ranks_with_unequal_counts_have_the_gradient_of_one_batch() -> None:
             fitted(
                 LOSSES["classes"],
                 batches[rank::2],
+                *([COUNTERS[name](count=lambda batch: 3)] if name else []),
                 devices=2,
                 strategy=DDPStrategy(process_group_backend="gloo"),
                 accumulate_grad_batches=micro_batches,

@@ -9,7 +9,7 @@ from memory_logger import MemoryLogger
 from small_models import fit, weights
 from torch import Tensor, nn
 
-from lightning_mp import AccumulationScheduler, ChinchillaBudget, MFUMonitor
+from lightning_mp import AccumulationScheduler, ChinchillaBudget, MFUMonitor, TokenLearningRate
 from lightning_mp.tokens.loss_weighting import Weighting
 
 PEAK = 1e12
@@ -106,3 +106,9 @@ def test_a_count_is_its_own_bound_and_a_tensor_is_not_read(kind: Any) -> None:
     batch = [torch.zeros(2, 40), torch.zeros(2, 5, dtype=torch.long)]
     measure = Weighting("token", lambda batch: kind(80)).measure(batch)
     assert (measure.input_tokens, measure.most_tokens) == (10, 80 if kind is int else 10)
+
+
+def test_samples_of_a_monitor_are_no_tokens_of_a_learning_rate() -> None:
+    batches = [[torch.randn(4, 3, 8, 8), torch.randn(4, 5, 8, 8)]]
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="TokenLearningRate"):
+        fit(Segmentation(), batches, MFUMonitor(unit="sample"), TokenLearningRate(lambda _: 1.0, tokens=100))
