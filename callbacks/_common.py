@@ -1,6 +1,5 @@
 """What callbacks of the pack do alike: refusing foreign Trainers and rivals, joining the accumulation controller."""
 
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -16,16 +15,6 @@ from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weightin
 
 #: The tokens of the run; these and the weights of micro-batches; or the inputs that a monitor measures, and no more.
 CountUse = Literal["tokens", "weights", "inputs"]
-
-
-def refuse_other_trainers(callback: object, trainer: object) -> None:
-    """Refuses any Trainer that is not from ``lightning.pytorch``."""
-    if not isinstance(trainer, pl.Trainer):
-        raise MisconfigurationException(
-            f"{type(callback).__name__} is a callback for lightning.pytorch.Trainer, but this Trainer is a"
-            f" {type(trainer).__module__.partition('.')[0]}.{type(trainer).__name__}:"
-            " use `import lightning.pytorch as pl`, not `import pytorch_lightning as pl`."
-        )
 
 
 def refuse_conflicting_callbacks(callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -89,9 +78,3 @@ def join_window_controller(
     controller = AccumulationController.attach(trainer)
     controller.settings.weigh(weight_by, **_counts_of(callback, count))
     return controller
-
-
-def report_folder(trainer: "pl.Trainer") -> Path:
-    """Where callbacks write files: beside the checkpoints, or in ``default_root_dir`` where none are written."""
-    dirpath = getattr(trainer.checkpoint_callback, "dirpath", None)
-    return Path(dirpath if dirpath is not None else trainer.default_root_dir)

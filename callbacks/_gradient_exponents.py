@@ -16,7 +16,7 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import unwrapped_name
-from lightning_mp.precision.base import GradientStepPrecision
+from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 
 
 def loss_scale_of(trainer: "pl.Trainer") -> Tensor | None:
@@ -30,7 +30,7 @@ def gradients_are_scaled(trainer: "pl.Trainer", optimizer: Optimizer) -> bool:
 
     Stock plugins leave it to a fused optimizer to divide by it; those of this package show true gradients.
     """
-    return applies_grad_scale(optimizer) and not isinstance(trainer.precision_plugin, GradientStepPrecision)
+    return applies_grad_scale(optimizer) and not makes_true_gradients(trainer.precision_plugin)
 
 
 def count_gradients(

@@ -11,8 +11,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.partial_state import why_gradients_are_elsewhere
 from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit, estimate_steps
-from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller
 from lightning_mp.core.arguments import true_or_false
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.process_groups import num_data_ranks

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_mp.activation_checkpointing.cost import RecomputeReport, StepCost
 from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import is_compiled

@@ -20,7 +20,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.checkpoints.atomic import (
     begin_checkpoint,
     commit_checkpoint,
@@ -36,6 +35,7 @@ from lightning_mp.checkpoints.sharded import (
     load_checkpoint,
     without_synthetic_step,
 )
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of

@@ -12,9 +12,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers, report_folder
+from lightning_mp.callbacks._common import check_counts, join_window_controller
 from lightning_mp.callbacks._metrics import CallbackMetrics
+from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.run_state import RunState

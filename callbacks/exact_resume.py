@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core import private_loop_api
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_loop_api import set_metric_state
 from lightning_mp.core.random_state import random_state_kept

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.callbacks._gradient_exponents import loss_scale_of
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
@@ -38,8 +38,8 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 from lightning_mp.gradients.replication import GradientReplication, gradient_replication
 from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 from lightning_mp.optimizer_step.outcome import StepOutcome
-from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.ragged_batches import RaggedBatches
 
@@ -165,7 +165,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         """Determines where gradients and outcomes come from."""
         self._fit = _Fit(
             trainer,
-            reports_norms=isinstance(trainer.precision_plugin, GradientStepPrecision),
+            reports_norms=makes_true_gradients(trainer.precision_plugin),
             is_sharded=any(isinstance(parameter, DTensor) for parameter in pl_module.parameters()),
         )
         Patches.of(trainer).at_end(self._end)

@@ -12,10 +12,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import positive_number, whole_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.quantities import format_quantity
 from lightning_mp.core.run_state import RunState

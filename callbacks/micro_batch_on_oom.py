@@ -27,9 +27,9 @@ from lightning_mp.accumulation.microbatched_step import (
     smaller_size,
     weighting_of,
 )
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import function_or_none, whole_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import lightning_logger, listed
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.random_state import RandomState

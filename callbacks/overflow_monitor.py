@@ -12,10 +12,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
 from lightning_mp.callbacks._metrics import CallbackMetrics
+from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.arguments import true_or_false, whole_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState

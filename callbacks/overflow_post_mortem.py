@@ -14,8 +14,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.random_state import RandomState
@@ -32,9 +33,9 @@ from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import parameter_names
 from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
+from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
-from lightning_mp.precision.base import GradientStepPrecision
 
 _STATE_KINDS = {"rms_at_start": or_none(listed_of(ANY_NUMBER))}
 
@@ -315,7 +316,7 @@ def _ranks_may_disagree(trainer: "pl.Trainer") -> bool:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return (
         isinstance(trainer.strategy, ModelParallelStrategy)
-        and not isinstance(trainer.precision_plugin, GradientStepPrecision)
+        and not makes_true_gradients(trainer.precision_plugin)
         and scaler is not None
         and not isinstance(scaler, LossScaler)
     )

@@ -9,8 +9,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.ranks import all_gathered
 from lightning_mp.core.settings_repr import SettingsRepr

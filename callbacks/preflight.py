@@ -7,7 +7,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.callbacks._common import refuse_other_trainers
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.preflight_checks.report import PreflightReport, Severity

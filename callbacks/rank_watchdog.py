@@ -5,8 +5,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.core.arguments import positive_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.heartbeat import Heartbeat
 

@@ -13,9 +13,10 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 
-from lightning_mp.callbacks._common import refuse_other_trainers, report_folder
+from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.arguments import folder_or_none, names_in, positive_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr

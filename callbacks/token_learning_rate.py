@@ -9,8 +9,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller, refuse_other_trainers
+from lightning_mp.callbacks._common import check_counts, join_window_controller
 from lightning_mp.core.arguments import whole_tokens
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding, listed_of
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAllReduce

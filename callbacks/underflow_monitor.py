@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.callbacks._common import refuse_other_trainers
 from lightning_mp.callbacks._gradient_exponents import (
     count_gradients,
     gradients_are_scaled,
@@ -26,6 +25,7 @@ from lightning_mp.callbacks._gradient_exponents import (
 )
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import names_in, positive_number, whole_number
+from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.number_formats import FormatLike

@@ -1,6 +1,6 @@
 """Pipeline parallelism on torch.distributed.pipelining, with data parallelism beside it. Experimental."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -38,7 +38,6 @@ from lightning_mp.pipelining.gradients import StageGradients
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import ScheduleName
-from lightning_mp.precision.base import GradientStepPrecision
 from lightning_mp.resume.resumable_progress import ResumableProgress
 from lightning_mp.strategies.pipeline_setup import (
     arguments_of_any_strategy,
@@ -305,9 +304,8 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     def _backward_context(self) -> AbstractContextManager[Any]:
         # Schedules run backwards inside of training_step, whose autocast a backward must not see.
-        if isinstance(self.precision_plugin, GradientStepPrecision):
-            return self.precision_plugin.backward_context()
-        return torch.autocast(self.root_device.type, enabled=False)
+        own: Callable[[], AbstractContextManager[Any]] | None = getattr(self.precision_plugin, "backward_context", None)
+        return own() if own is not None else torch.autocast(self.root_device.type, enabled=False)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

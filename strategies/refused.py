@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_api, private_sharding_api
-from lightning_mp.precision.base import GradientStepPrecision
+from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 
 
 def refuse_scaler_of_torch(plugin: Precision, owner: str, why: str) -> None:
     """Refuses Lightning's own fp16 plugin."""
-    if isinstance(plugin, MixedPrecision) and not isinstance(plugin, GradientStepPrecision) and plugin.scaler:
+    if isinstance(plugin, MixedPrecision) and not makes_true_gradients(plugin) and plugin.scaler:
         raise MisconfigurationException(
             f"{owner} with Lightning's MixedPrecision('16-mixed'): torch's GradScaler {why}. Use"
             " Trainer(plugins=[lightning_mp.AutocastPrecision('16-mixed')]) and leave precision out."

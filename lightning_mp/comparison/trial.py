@@ -28,7 +28,7 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
 from lightning_mp.core.run_state import RunState
-from lightning_mp.precision.base import GradientStepPrecision
+from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 from lightning_mp.tokens.batch_tokens import count_samples, find_labels, loss_bearing
 
 _BATCHES_PER_EPOCH = 1000
@@ -309,7 +309,7 @@ def run_trial(
             callbacks=[*own_callbacks, *callbacks, recorder],
             default_root_dir=folder,
         )
-        counts_skips = isinstance(trainer.precision_plugin, GradientStepPrecision)
+        counts_skips = makes_true_gradients(trainer.precision_plugin)
         source = (data or experiment.data).make()
         set_seed(seed)  # before `setup` and `configure_model`, after the plugin's constructor: any may draw numbers
         with _failures_explained(precision, seed):

@@ -23,3 +23,13 @@ def no_trainer(plugin: object, what: str) -> MisconfigurationException:
         " With Fabric use Fabric(precision=...) and, for fp16, MixedPrecision('16-mixed', device,"
         " scaler=lightning_mp.LossScaler()) from lightning.fabric.plugins."
     )
+
+
+def refuse_other_trainers(callback: object, trainer: object) -> None:
+    """Refuses any Trainer that is not from ``lightning.pytorch``."""
+    if not isinstance(trainer, pl.Trainer):
+        raise MisconfigurationException(
+            f"{type(callback).__name__} is a callback for lightning.pytorch.Trainer, but this Trainer is a"
+            f" {type(trainer).__module__.partition('.')[0]}.{type(trainer).__name__}:"
+            " use `import lightning.pytorch as pl`, not `import pytorch_lightning as pl`."
+        )

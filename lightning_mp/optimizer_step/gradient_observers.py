@@ -44,3 +44,8 @@ def gradient_consumers(
 def clips_by_itself(module: "pl.LightningModule") -> bool:
     """Whether the module overrides ``configure_gradient_clipping``, the last hook to change gradients."""
     return overrides(module, pl.LightningModule, "configure_gradient_clipping")
+
+
+def makes_true_gradients(plugin: object) -> bool:
+    """Whether a precision plugin is one of this package: it shows true gradients, skips, and reports each step."""
+    return getattr(plugin, "makes_true_gradients", False) is True

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -92,6 +92,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     gradients written before the step of a fused optimizer.
     """
 
+    makes_true_gradients: ClassVar[bool] = True
     scaler: torch.amp.GradScaler | None  # type: ignore[assignment]  # FSDPPrecision has a ShardedGradScaler
 
     def __init__(
