@@ -5,8 +5,10 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp.core.nested_tensors import tensors_in
@@ -54,11 +56,17 @@ class _StandInCopies(TorchFunctionMode):
 def batch_with(batch: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:
     """A batch with a stand-in for each of its tensors, found in the way in which Lightning moves a batch to a device.
 
+    The stand-in of a tensor that needs a gradient needs one, too.
+
     >>> import torch
     >>> batch_with({"x": torch.zeros(2), "names": ("a",)}, lambda tensor: tensor + 1)
     {'x': tensor([1., 1.]), 'names': ('a',)}
     """
-    return apply_to_collection(batch, Tensor, stand_in)
+
+    def with_gradient(tensor: Tensor) -> Tensor:
+        return stand_in(tensor).requires_grad_(tensor.requires_grad)
+
+    return apply_to_collection(batch, Tensor, with_gradient)
 
 
 def run_forward(module: nn.Module, batch: Any) -> Any:
@@ -86,3 +94,11 @@ def sum_of_outputs(output: Any) -> Tensor | None:
     for value in sums:
         total = value.float() if total is None else total + value.float()
     return total
+
+
+def backward_in_modes(loss: Tensor) -> None:
+    """``loss.backward()`` that leaves no ``TorchFunctionMode``, so that checkpoints recompute under those entered here.
+
+    A tensor handed to torch would end the modes until backward is over; a gradient edge does not.
+    """
+    torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))

@@ -1,0 +1,99 @@
+"""Where the kernels of a device differ from what fake tensors run, as far as their memory is concerned.
+
+The simulated step runs the CPU's operations. What a GPU's fused kernels do not make is left out here, and what kernels
+allocate beside their outputs is added.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lightning_mp.core.precisions import HALF_DTYPES
+
+#: cuBLAS gets a workspace for each thread that calls it, forward and backward: 32 MiB on compute capability 9.0, 8.1
+#: before (torch 2.11, aten/src/ATen/cuda/CublasHandlePool.cpp). On an H200 the allocator held 73 to 81 MiB more than all
+#: tensors; three of 32 MiB are counted.
+CUDA_WORKSPACE_BYTES = 3 * 32 * 2**20
+
+
+class CudaKernels(TorchFunctionMode):
+    """While this is entered, operations of fake tensors on the CPU save and make what CUDA's kernels do.
+
+    Attention with dropout is fused there, and keeps no scores; softmax reads 16 bit and gives fp32 in one kernel, so
+    there is no fp32 copy of the logits.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = _without_dropout(args, kwargs)
+        elif func is F.cross_entropy and _is_wide(args, kwargs):
+            return _cross_entropy(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _without_dropout(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    position = 4  # of dropout_p in the signature
+    kwargs.pop("dropout_p", None)
+    return (*args[:position], *((0.0,) if len(args) > position else ()), *args[position + 1 :]), kwargs
+
+
+def _is_wide(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether autocast makes the loss of 16-bit logits in fp32, and its targets are classes."""
+    if len(args) < 2 or len(args) > 2 or kwargs.get("label_smoothing"):
+        return False
+    logits, target = args
+    low = logits.dtype in HALF_DTYPES and torch.is_autocast_enabled("cpu")
+    return low and not target.is_floating_point()
+
+
+def _cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+    log_softmax: Callable[..., Tensor] = _LogSoftmax.apply
+    options.pop("label_smoothing", None)
+    return F.nll_loss(log_softmax(logits), target, **options)
+
+
+class _LogSoftmax(torch.autograd.Function):
+    """16 bit to fp32 in one kernel, and back in one."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        result = torch.empty_like(logits, dtype=torch.float32)
+        ctx.save_for_backward(result)
+        ctx.dtype = logits.dtype
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.empty_like(gradient, dtype=ctx.dtype)
+
+
+# -- oneDNN ------------------------------------------------------------------------------------------------------------
+
+_CONVOLUTIONS = {"convolution", "convolution_overrideable", "mkldnn_convolution"}
+_CONVOLUTIONS_BACKWARD = {"convolution_backward"}
+_SCRATCH_BYTES = 16 * 1024
+
+
+def cpu_workspace_bytes(operation: Any, args: Sequence[Any]) -> int:
+    """What a convolution of oneDNN allocates beside its outputs, at most: its tensors in the kernel's own layout.
+
+    Measured with torch 2.13 on a CPU with AVX-512; other CPUs need other scratch memory. All other kernels of a CPU
+    take a few KiB.
+    """
+    name = operation.overloadpacket.__name__
+    if name in _CONVOLUTIONS:
+        return _of_forward(args[0], args[1], transposed=bool(args[6]), sizes=args)
+    if name in _CONVOLUTIONS_BACKWARD:
+        return _of_backward(args[0], args[1], args[2], transposed=bool(args[7]), needed=args[10])
+    return 0
