@@ -63,6 +63,19 @@ def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch
     return ResolvedPolicy(rules, found, {})
 
 
+def gathered_low(model: nn.Module, policy: PrecisionPolicy | None, low: torch.dtype) -> list[nn.Parameter]:
+    """The parameters that are gathered in 16 bit.
+
+    >>> model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+    >>> gathered_low(model, None, torch.bfloat16) == [model[1].weight]
+    True
+    """
+    found = gathered_dtypes(model, policy, low).modules
+    modules = dict(named_modules(model))
+    chosen = [modules[module.name] for module in found if module.dtype in (LOW, low)]
+    return [parameter for part in chosen for parameter in part.parameters(recurse=False)]
+
+
 def _is_product(module: nn.Module) -> bool:
     operation = operation_of_module(module)
     if operation is not None:

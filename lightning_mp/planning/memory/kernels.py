@@ -80,20 +80,37 @@ class _LogSoftmax(torch.autograd.Function):
 
 # -- oneDNN ------------------------------------------------------------------------------------------------------------
 
-_CONVOLUTIONS = {"convolution", "convolution_overrideable", "mkldnn_convolution"}
-_CONVOLUTIONS_BACKWARD = {"convolution_backward"}
 _SCRATCH_BYTES = 16 * 1024
+# How often the gradient of a 16-bit weight takes its bytes while it is summed in fp32.
+_SUMMED_IN_FP32 = 3
 
 
-def cpu_workspace_bytes(operation: Any, args: Sequence[Any]) -> int:
-    """What a convolution of oneDNN allocates beside its outputs, at most: its tensors in the kernel's own layout.
+def cpu_workspace_bytes(operation: Any, args: Sequence[Any], result: Any) -> int:
+    """What a convolution of oneDNN allocates beside its outputs, at most: its tensors in the layout of its kernel.
 
-    Measured with torch 2.13 on a CPU with AVX-512; other CPUs need other scratch memory. All other kernels of a CPU
-    take a few KiB.
+    Measured with torch 2.13 on a CPU with AVX-512; scratch memory differs between CPUs. Other kernels take a few KiB.
     """
     name = operation.overloadpacket.__name__
-    if name in _CONVOLUTIONS:
-        return _of_forward(args[0], args[1], transposed=bool(args[6]), sizes=args)
-    if name in _CONVOLUTIONS_BACKWARD:
-        return _of_backward(args[0], args[1], args[2], transposed=bool(args[7]), needed=args[10])
+    if name == "convolution":
+        inputs, weight, transposed = args[0], args[1], bool(args[6])
+        scratch = weight.nbytes // 2 + _SCRATCH_BYTES if transposed else 0
+        return max(inputs.nbytes + weight.nbytes + scratch, (2 if transposed else 1) * result.nbytes)
+    if name == "convolution_backward":
+        return _of_convolution_backward(*args[:3], transposed=bool(args[7]), results=result)
     return 0
+
+
+def _of_convolution_backward(
+    gradient: Tensor, inputs: Tensor, weight: Tensor, *, transposed: bool, results: Sequence[Tensor | None]
+) -> int:
+    """First the gradient of the inputs, then that of the weight."""
+    of_inputs, of_weight = (0 if tensor is None else tensor.nbytes for tensor in results[:2])
+    peaks = [0]
+    if of_inputs:
+        scratch = weight.nbytes + _SCRATCH_BYTES
+        peaks += [gradient.nbytes + weight.nbytes + of_inputs + scratch, 3 * of_inputs]
+    if of_weight:
+        sums = _SUMMED_IN_FP32 * of_weight + _SCRATCH_BYTES if weight.dtype in HALF_DTYPES else 0
+        peaks += [of_inputs + gradient.nbytes + inputs.nbytes + of_weight + sums]
+        peaks += [of_inputs + (3 if transposed else 2) * of_weight]
+    return max(0, max(peaks) - of_inputs - of_weight)

@@ -3,27 +3,35 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import CAST_DTYPES, PrecisionSpec
+from lightning_mp.flops.grouped_products import GroupedProducts
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
-from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
+from lightning_mp.modules.stand_ins import (
+    backward_in_modes,
+    batch_with,
+    module_with,
+    run_forward,
+    sum_of_outputs,
+)
+from lightning_mp.planning.memory.kernels import CudaKernels, cpu_workspace_bytes
 from lightning_mp.planning.memory.live_storages import PARTS, LiveStorages, MemorySample, Part
 from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.float8_layers import choose_float8_layers
+from lightning_mp.policy.gathered_dtypes import gathered_low
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
 
@@ -160,40 +168,6 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(*left.shape[:-1], right.shape[-1], dtype=dtype, device=left.device)
 
 
-class GroupedProducts(TorchFunctionMode):
-    """While this is entered, grouped products of fake tensors work in every format.
-
-    torch refuses other formats than bf16 for them (torch 2.13; not reported).
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("grouped_mm", "_grouped_mm") and args[0].ndim == 2 and args[1].ndim == 3:
-            product: Callable[..., Tensor] = _GroupedProduct.apply
-            return product(args[0], args[1])
-        return func(*args, **(kwargs or {}))
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """Rows times the matrix of their group."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        return rows.new_empty(rows.shape[0], weights.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        rows, weights = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(weights)
-
-
 @contextmanager
 def _without_one_dnn() -> Iterator[None]:
     """An LSTM is taken step by step: what a fused kernel keeps, oneDNN's or cuDNN's, fake tensors do not show."""
@@ -218,11 +192,13 @@ def simulate_step(
     precision: PrecisionSpec,
     policy: PrecisionPolicy | None,
     device_type: str,
+    is_sharded: bool = False,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> list[MemorySample]:
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
-    Lightning clears gradients between forward and backward, so those of the step before live through the forward.
+    Lightning clears gradients between forward and backward, so those of the step before live through the forward. With
+    ``is_sharded``, weights that FSDP2 gathers in the format of their product are cast nowhere.
     """
     has_padding = _has_padding(batch)
     fake = private_api.FakeTensorMode(allow_non_fake_inputs=True)
@@ -231,11 +207,13 @@ def simulate_step(
         inputs = batch_with(batch, model.cast_input)
         if prepare is not None:
             prepare(model.module)
-        made = make_optimizers(model.module, optimizer)
+    made = make_optimizers(model.module, optimizer)
     optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
     run = step if step is not None else _default_step(module)
-    live = LiveStorages()
+    live = LiveStorages(cpu_workspace_bytes if device_type == "cpu" else None)
     live.add("weights", model.module.parameters())
+    if is_sharded and precision.autocast:
+        live.never_cast(gathered_low(model.module, policy, precision.compute_dtype))
     live.add("buffers", model.module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
@@ -245,6 +223,7 @@ def simulate_step(
         private_api.observe_dispatch(live.after_operation),
         fake,
         GroupedProducts(),
+        CudaKernels() if device_type == "cuda" else nullcontext(),
     ):
         _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
     gradients = live.bytes_by_part.get("gradients", 0)
@@ -303,7 +282,7 @@ def _forward_and_backward(
         live.sample()
         handles = [_count_gradient(parameter, live) for parameter in module.parameters() if parameter.requires_grad]
         with model.backward_context():
-            loss.backward()
+            backward_in_modes(loss)
         for handle in handles:
             handle.remove()
 
