@@ -192,7 +192,15 @@ class WatchedStep:
         self._raw_backwards = self._closure_before_step = self._has_clipped = self._ignores_clipping = False
         self._raw_steps: list[str] = []
 
-    def run(self, batch: Any, precision: PrecisionSpec, policy: PrecisionPolicy | None, device_type: str) -> None:
+    def run(
+        self,
+        batch: Any,
+        precision: PrecisionSpec,
+        policy: PrecisionPolicy | None,
+        device_type: str,
+        *,
+        is_sharded: bool = False,
+    ) -> None:
         """Runs it once."""
         with random_state_kept(torch.device("cpu")), ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -209,6 +217,7 @@ class WatchedStep:
                     precision=precision,
                     policy=policy,
                     device_type=device_type,
+                    is_sharded=is_sharded,
                     prepare=self._prepare,
                 )
             except ValueError as error:

@@ -200,10 +200,13 @@ def estimate_memory(
     if window > 1:
         samples = over_a_window(samples)
     if strategy == "ddp":
-        samples = under_ddp(samples, gradients_are_views=gradient_as_bucket_view)
+        # Earlier micro-batches of a window reduce nothing: their gradients are no views.
+        samples = under_ddp(samples, gradients_are_views=gradient_as_bucket_view and window == 1)
     elif strategy == "fsdp2":
         whole = window > 1 and sync == "window"
-        samples = under_fsdp2(samples, module, ranks, row, units, policy=chosen, whole_gradients=whole)
+        samples = under_fsdp2(
+            samples, module, ranks, row, units, policy=chosen, whole_gradients=whole, device_type=device_type
+        )
     if device_type == "cuda":
         samples = [_with(sample, {"workspaces": CUDA_WORKSPACE_BYTES}) for sample in samples]
     return MemoryEstimate(
@@ -301,6 +304,7 @@ def under_fsdp2(
     *,
     policy: PrecisionPolicy | None = None,
     whole_gradients: bool = False,
+    device_type: str = "cuda",
 ) -> list[MemorySample]:
     """Weights, gradients, masters and optimizer states are sharded; weights are gathered unit by unit.
 
@@ -308,7 +312,8 @@ def under_fsdp2(
     forward and backward; of the units two are, because the next one is gathered while one runs. Weights of matrix
     products are gathered in the format of computing, so they are cast nowhere else. In backward come the gradients of
     one whole unit, and their fp32 copies that are reduced. With ``whole_gradients`` those of earlier micro-batches are
-    held whole, in fp32, until the window closes.
+    held whole, in fp32, until the window closes. On a CPU a rank that is ahead holds what it has gathered and is to
+    reduce until the others are there: at most the gradients of all units.
 
     Source:
         Rajbhandari et al. 2020, arXiv:1910.02054 (stage 3); Zhao et al. 2023, arXiv:2304.11277.
@@ -324,6 +329,9 @@ def under_fsdp2(
     largest = max(inner or [root], key=lambda unit: unit.elements)
     reduced = (precision.activation_bytes + _REDUCED_BYTES) * largest.learning
     held = _REDUCED_BYTES * sum(unit.learning for unit in found) if whole_gradients else 0
+    if device_type == "cpu":
+        held += max(unit.gathered_bytes(precision) for unit in found)
+        reduced += _REDUCED_BYTES * sum(unit.learning for unit in found)
     result = []
     for sample in samples:
         sharded = {

@@ -81,36 +81,64 @@ class _LogSoftmax(torch.autograd.Function):
 # -- oneDNN ------------------------------------------------------------------------------------------------------------
 
 _SCRATCH_BYTES = 16 * 1024
+# Of a product in bf16: blocks of its tensors, and a copy of a transposed left side.
+_PADDED_INNER = 64
+_MOST_BLOCKS_BYTES, _MOST_COPIED_BYTES, _ALIGNMENT_BYTES = 129 * 1024, 1280 * 1024, 1024
 # How often the gradient of a 16-bit weight takes its bytes while it is summed in fp32.
 _SUMMED_IN_FP32 = 3
 
 
 def cpu_workspace_bytes(operation: Any, args: Sequence[Any], result: Any) -> int:
-    """What a convolution of oneDNN allocates beside its outputs, at most: its tensors in the layout of its kernel.
+    """What oneDNN allocates beside the outputs, at most: tensors in the layout of a kernel, and 16-bit sums in fp32.
 
-    Measured with torch 2.13 on a CPU with AVX-512; scratch memory differs between CPUs. Other kernels take a few KiB.
+    Measured with torch 2.13 on a CPU with avx512_bf16; scratch memory differs between CPUs. Other kernels take a few KiB.
     """
     name = operation.overloadpacket.__name__
+    if name.startswith("convolution") and args[1].dtype == torch.float16:
+        return _columns_bytes(name, args, result)
     if name == "convolution":
         inputs, weight, transposed = args[0], args[1], bool(args[6])
-        scratch = weight.nbytes // 2 + _SCRATCH_BYTES if transposed else 0
-        return max(inputs.nbytes + weight.nbytes + scratch, (2 if transposed else 1) * result.nbytes)
+        scratch = weight.nbytes + _SCRATCH_BYTES if transposed else 0
+        in_its_layout: int = max(inputs.nbytes + weight.nbytes + scratch, (2 if transposed else 1) * result.nbytes)
+        return in_its_layout
     if name == "convolution_backward":
-        return _of_convolution_backward(*args[:3], transposed=bool(args[7]), results=result)
+        return _of_convolution_backward(
+            *args[:3], is_strided=max(args[4]) > 1, transposed=bool(args[7]), results=result
+        )
+    if name in ("mm", "addmm") and result.dtype == torch.bfloat16:
+        left, right = args[-2:]
+        copied = 0 if left.is_contiguous() else min(left.nbytes + _ALIGNMENT_BYTES, _MOST_COPIED_BYTES)
+        rows, columns, inner = left.shape[0], right.shape[1], max(left.shape[1], _PADDED_INNER)
+        blocks = 2 * (rows * inner + inner * columns + rows * columns) + _ALIGNMENT_BYTES
+        return int(min(blocks, _MOST_BLOCKS_BYTES) + copied)
     return 0
 
 
+def _columns_bytes(name: str, args: Sequence[Any], result: Any) -> int:
+    """In fp16 a CPU without such instructions unfolds the inputs of a convolution: a column for each place of the kernel."""
+    outputs, weight = (result, args[1]) if name == "convolution" else (args[0], args[2])
+    kernel = weight.shape[2:]
+    return int(outputs.numel() // outputs.shape[1] * weight[0].numel() * weight.itemsize) if kernel.numel() > 1 else 0
+
+
 def _of_convolution_backward(
-    gradient: Tensor, inputs: Tensor, weight: Tensor, *, transposed: bool, results: Sequence[Tensor | None]
+    gradient: Tensor,
+    inputs: Tensor,
+    weight: Tensor,
+    *,
+    is_strided: bool,
+    transposed: bool,
+    results: Sequence[Tensor | None],
 ) -> int:
     """First the gradient of the inputs, then that of the weight."""
     of_inputs, of_weight = (0 if tensor is None else tensor.nbytes for tensor in results[:2])
     peaks = [0]
     if of_inputs:
-        scratch = weight.nbytes + _SCRATCH_BYTES
-        peaks += [gradient.nbytes + weight.nbytes + of_inputs + scratch, 3 * of_inputs]
+        scratch = weight.nbytes + _SCRATCH_BYTES if is_strided or transposed else 0
+        copies = 3 if is_strided and not transposed else 2
+        peaks += [gradient.nbytes + weight.nbytes + of_inputs + scratch, copies * of_inputs]
     if of_weight:
-        sums = _SUMMED_IN_FP32 * of_weight + _SCRATCH_BYTES if weight.dtype in HALF_DTYPES else 0
+        sums = _SUMMED_IN_FP32 * of_weight + _SCRATCH_BYTES if weight.dtype == torch.bfloat16 else 0
         peaks += [of_inputs + gradient.nbytes + inputs.nbytes + of_weight + sums]
         peaks += [of_inputs + (3 if transposed else 2) * of_weight]
     return max(0, max(peaks) - of_inputs - of_weight)

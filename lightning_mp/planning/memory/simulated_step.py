@@ -60,7 +60,7 @@ class StandInModel:
         chosen = choose_float8_layers(self.module) if precision.fp8 else []
         fp8 = [layer.module for layer in chosen if layer.skipped_because is None]
         for layer in fp8:
-            layer.forward = partial(_fp8_linear, layer)  # type: ignore[method-assign]
+            layer.forward = partial(_fp8_linear, layer, _emulated_product if device_type == "cpu" else _product)  # type: ignore[method-assign]
         self._policy: AppliedPolicy | None = None
         rules = _rules(policy, device_type) if precision.autocast else policy
         if rules is not None:
@@ -135,10 +135,10 @@ def _rules(policy: PrecisionPolicy | None, device_type: str) -> PrecisionPolicy 
 # -- fp8 ---------------------------------------------------------------------------------------------------------------
 
 
-def _fp8_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+def _fp8_linear(layer: nn.Linear, product_of: Callable[..., Tensor], x: Tensor) -> Tensor:
     product: Callable[..., Tensor] = _Fp8Product.apply
     low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    output = product(x.to(low), layer.weight.t())
+    output = product(x.to(low), layer.weight.t(), product_of)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
@@ -146,17 +146,18 @@ class _Fp8Product(torch.autograd.Function):
     """Saves and makes what torchao's fp8 product does: the inputs in their own format, rounded copies on the way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product_of: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(_rounded(x), _rounded(weight), x.dtype)
+        ctx.product_of = product_of
+        return product_of(_rounded(x), _rounded(weight), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        of_input = _product(_rounded(gradient), _rounded(weight.t()), x.dtype)
+        of_input = ctx.product_of(_rounded(gradient), _rounded(weight.t()), x.dtype)
         flat = gradient.reshape(-1, gradient.shape[-1])
-        of_weight = _product(_rounded(flat.t()), _rounded(x.reshape(-1, x.shape[-1])), x.dtype)
-        return of_input, of_weight.t()
+        of_weight = ctx.product_of(_rounded(flat.t()), _rounded(x.reshape(-1, x.shape[-1])), x.dtype)
+        return of_input, of_weight.t(), None
 
 
 def _rounded(tensor: Tensor) -> Tensor:
@@ -166,6 +167,14 @@ def _rounded(tensor: Tensor) -> Tensor:
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(*left.shape[:-1], right.shape[-1], dtype=dtype, device=left.device)
+
+
+def _emulated_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A CPU multiplies in fp32: both sides are widened and divided by their scales, the result is narrowed."""
+    with torch.autocast("cpu", enabled=False):
+        result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=dtype, device=left.device)
+        wide, other = left.float(), right.float()
+        return result.copy_(torch.matmul(wide / 1.0, other / 1.0).to(dtype))
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class StandInOptimizer:
         self.optimizer = optimizer
         self._precision = precision
         self._of: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []
-        self._has_temporaries = not any(group.get("fused") for group in optimizer.param_groups)
+        self._is_fused = any(group.get("fused") for group in optimizer.param_groups)
         for group in optimizer.param_groups:
             if "foreach" in group and not group.get("fused") and group["foreach"] is None:
                 group["foreach"] = device_type == "cuda"
@@ -141,6 +141,12 @@ class StandInOptimizer:
         """Every tensor of the optimizer's state."""
         return list(_parts_of(tensors_in([dict(state) for state in self.optimizer.state.values()])))
 
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether states are of several tensors, as torchao's: one compiled kernel per parameter reads and writes them."""
+        states = tensors_in([dict(state) for state in self.optimizer.state.values()])
+        return any(hasattr(state, "__tensor_flatten__") for state in states)
+
     def step(self, live: LiveStorages | None = None) -> None:
         """Makes one step with the gradients that the parameters have; block by block, as masters are stepped."""
         used: dict[Tensor, tuple[Tensor, Tensor | None]]
@@ -183,7 +189,9 @@ class StandInOptimizer:
         if live is not None:
             live.sample()
         observed = (
-            private_api.observe_dispatch(live.after_operation) if live and self._has_temporaries else nullcontext()
+            private_api.observe_dispatch(live.after_operation)
+            if live is not None and not self._is_fused and not self._is_compiled
+            else nullcontext()
         )
         into_training = getattr(self.optimizer, "train", None)
         try:
