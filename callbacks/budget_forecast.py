@@ -34,6 +34,7 @@ class _Fit:
     budget: ChinchillaBudget
     recent: list[tuple[float, float]] = field(default_factory=list)  # seconds and tokens
     on_its_way: HostCopy | None = None  # the loss of the last window
+    has_warned: bool = False  # that the module logs no such loss
 
 
 class BudgetForecast(SettingsRepr, Callback):
@@ -117,6 +118,8 @@ class BudgetForecast(SettingsRepr, Callback):
             fit.recent = [*fit.recent[-_RECENT_POINTS:], (time.monotonic(), tokens)]
             self._note(tokens, before.read()[0])
         if trainer.global_step % self.every_n_steps == 0:
+            if fit.on_its_way is None:
+                self._warn_without_loss(trainer, fit)
             self._forecast(fit)
 
     def _note(self, tokens: float, loss: float) -> None:
@@ -148,13 +151,19 @@ class BudgetForecast(SettingsRepr, Callback):
         rank_zero_info(f"BudgetForecast: {self.loss}. The budget ends in {middle} ({low} to {high}).")
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Warns if the loss was never logged."""
-        if not self._windows and trainer.global_step > 1:
-            rank_zero_warn(
-                f"BudgetForecast({self.metric!r}) saw no loss: the module logs"
-                f" {', '.join(sorted(trainer.callback_metrics)) or 'nothing'}. Give the name it logs its training loss"
-                " under, with on_step=True."
-            )
+        """Warns if the loss was never logged in a run that was too short for a forecast."""
+        if self._fit is not None and trainer.global_step > 1:
+            self._warn_without_loss(trainer, self._fit)
+
+    def _warn_without_loss(self, trainer: "pl.Trainer", fit: _Fit) -> None:
+        if self._windows or fit.has_warned:
+            return
+        fit.has_warned = True
+        rank_zero_warn(
+            f"BudgetForecast({self.metric!r}) saw no loss: the module logs"
+            f" {', '.join(sorted(trainer.callback_metrics)) or 'nothing'}. Give the name it logs its training loss"
+            " under, with on_step=True."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The points."""

@@ -112,9 +112,15 @@ class TokenCounter:
         return self.samples if self._unread else self.samples - self.last_window_samples
 
     def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> None:
-        """Takes the totals of a window, already summed over all ranks, and reads those of the windows before."""
+        """Takes the totals of a window, already summed over all ranks, and reads those of the windows before.
+
+        On a CPU those of this window are read as well; on another device one window late, so that nothing waits for it.
+        """
         self.flush_pending()
-        self._unread.append(_Unread(HostCopy(totals), micro_batches, repeated))
+        copy = HostCopy(totals)
+        self._unread.append(_Unread(copy, micro_batches, repeated))
+        if copy.is_there:
+            self.flush_pending()
 
     def skip_last_window(self) -> None:
         """The optimizer step of the window that was closed last turned out to be skipped."""

@@ -161,7 +161,8 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def _rounded(tensor: Tensor) -> Tensor:
-    scaled = tensor.to(torch.float32) * tensor.abs().amax(-1, keepdim=True).float()
+    wide = tensor.to(torch.float32)
+    scaled = wide * tensor.abs().amax(-1, keepdim=True).float()
     return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
 
 
