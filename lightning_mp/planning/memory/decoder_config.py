@@ -317,9 +317,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "active_experts": ("num_experts_per_tok", "experts_per_token"),
 }
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "opt")
+_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "gpt_neo", "opt")
 _WITH_BIASES = (*_LEARNED_POSITIONS, "bloom", "gpt_neox", "starcoder2")
-_WITHOUT_GATES = (*_WITH_BIASES, *("codegen", "falcon", "gpt_neo", "gptj", "mpt", "nemotron", "persimmon", "phi"))
+_WITHOUT_GATES = (*_WITH_BIASES, *("codegen", "falcon", "gptj", "mpt", "nemotron", "persimmon", "phi"))
 _WITH_GATES = (
     *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4"),
     *("glm4_moe", "gpt_oss", "granite", "granitemoe", "internlm2", "llama", "llama4", "llama4_text", "ministral"),

@@ -22,7 +22,7 @@ from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.estimate import reserved_range
 from lightning_mp.planning.memory.live_storages import PARTS, Part
-from lightning_mp.planning.memory.saved_by_family import saved_by_code
+from lightning_mp.planning.memory.saved_by_family import saved_by_code, saves_scores
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
 _ADAM_STATES = 2
@@ -30,7 +30,11 @@ _ADAM_STATES = 2
 _LOSS_BYTES = 12
 _SQUARE_ROOT_BYTES = 4  # of a foreach Adam, which takes it of all moments at once
 _REDUCED_BYTES = 4
+_ENDS_ELEMENTS = 4  # per width, of what is saved outside of blocks: embeddings, the last norm, what the head takes
+_PASSING_ELEMENTS, _PASSING_SCORES = 3, 5
 _UNITS_AT_ONCE = 2
+# Families that keep a causal mask, one byte per pair of positions: in each block, or once.
+_MASK_IN_EACH_BLOCK, _MASK = ("gpt_neo",), ("gpt_bigcode",)
 _MOST_SEQUENCES = 2**20
 
 
@@ -145,6 +149,7 @@ def decoder_memory(
     weights = _weights_of_rank(config, layout)
     parts: dict[Part, float] = {
         "weights": row.weight_bytes * weights / ranks.shards,
+        "buffers": _mask_bytes(config) / ranks.stages,
         "gradients": row.weight_bytes * weights / ranks.shards,
         "masters": row.master_bytes * weights / ranks.shards,
         "optimizer states": states * row.optimizer_state_itemsize() * weights / ranks.shards,
@@ -192,6 +197,11 @@ def check_memory_bytes(memory_bytes: float) -> None:
     if memory_bytes < 1e6:
         size = f"{memory_bytes:g}"
         raise ValueError(f"`memory_bytes` of {size} is less than a megabyte. Give {size}e9 for {size} GB.")
+
+
+def _mask_bytes(config: DecoderConfig) -> float:
+    masks = config.layers * (config.family in _MASK_IN_EACH_BLOCK) + (config.family in _MASK)
+    return float(masks * config.positions**2)
 
 
 def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> float:
@@ -245,9 +255,17 @@ def _of_activations(
     again = block if layout.checkpointed else 0.0
     low = row.activation_bytes if row.activation_bytes < 4 else 0
     logits = tokens * config.vocabulary * (_LOSS_BYTES + low) / ranks.tensor
+    ends = tokens * config.width * _ENDS_ELEMENTS * residual
+    # Gradients on their way through a block: of its MLP, or of the scores of attention that is not fused.
+    passing = tokens * max(
+        _PASSING_ELEMENTS * row.activation_bytes * config.mlp_widths,
+        _PASSING_SCORES * 4 * config.heads * context_tokens if saves_scores(config) else 0,
+    )
+    # The new gradient of the experts of one block, which are one parameter, beside that of earlier micro-batches.
+    passing += row.weight_bytes * 2 * config.experts * config.ffn_width * config.width / ranks.shards
     return {
-        "activations": config.layers / ranks.stages * at_once * kept,
+        "activations": config.layers / ranks.stages * at_once * kept + ends,
         "batch": 2 * 8 * tokens,
         # The logits are gone before the first block runs again.
-        "temporaries": max(again, logits if ranks.stages == 1 else 0.0),
+        "temporaries": max(again + passing / ranks.tensor, logits if ranks.stages == 1 else 0.0),
     }
