@@ -92,7 +92,7 @@ def test_formulas_agree_with_the_measured_step_of_a_module():
     measured = estimate_memory(module, ids, precision="bf16-masters").end_of_forward.bytes_by_part
     for part in STATES:
         assert formula[part] == pytest.approx(measured[part], rel=0.05)
-    assert measured["activations"] < formula["activations"] < 1.7 * measured["activations"]
+    assert formula["activations"] == pytest.approx(measured["activations"], rel=0.25)
 
 
 def test_every_chip_with_a_peak_has_a_memory():

@@ -228,6 +228,7 @@ def test_attention_with_dropout_and_the_loss_of_16_bit_logits_are_those_of_cuda(
     assert 10 * logits <= peak.total_bytes - peak.bytes_by_part["workspaces"] < 10.5 * logits
 
 
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 @pytest.mark.parametrize("optimizer", ["schedule-free", "Adagrad", "Muon"])
 def test_states_are_those_of_the_optimizer_whoever_makes_them(optimizer):
     estimate = estimate_memory(Project("mlp", optimizer), MODELS["mlp"][1]())
