@@ -163,7 +163,7 @@ def check_refusals(found: Found) -> Iterator[PreflightFinding]:
     for name, reason in found.refusals:
         what, _, cure = reason.rpartition(". ")
         yield _error("refused", (what and f"{what}.") or f"{name} refuses the run.", cure)
-    if found.dtype_error:
+    if found.dtype_error and found.refused_in_16_bit is None:
         stored = found.precision.name.endswith("-true")
         yield _error(
             "dtypes",
@@ -173,6 +173,20 @@ def check_refusals(found: Found) -> Iterator[PreflightFinding]:
             else "Cast one side where they come together (`b.to(a.dtype)`): autocast leaves this operation alone. Or"
             " give its module a rule: policy={'name.of.module': 'fp32'}.",
         )
+
+
+def check_refused_in_16_bit(found: Found) -> Iterator[PreflightFinding]:
+    """Whether torch refuses an operation in the 16-bit format that its input has."""
+    if found.refused_in_16_bit is None:
+        return
+    dtype, refused = found.refused_in_16_bit
+    owner = "" if found.precision.takes_a_policy else " The argument is AutocastPrecision's."
+    yield _error(
+        "dtypes",
+        f"{refused.operation} ({refused.place}) has a {dtype} input under {found.precision.plugin}, and"
+        f" {refused.reason} there: torch raises an error.",
+        f"{refused.cure}{owner}",
+    )
 
 
 def check_loss_divided_twice(found: Found) -> Iterator[PreflightFinding]:
@@ -568,6 +582,7 @@ CHECKS = (
     check_scaler,
     check_precisions,
     check_weights_in_16_bit,
+    check_refused_in_16_bit,
     check_step_past_plugin,
     check_loss_divided_twice,
     check_clipping,

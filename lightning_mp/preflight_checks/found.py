@@ -5,6 +5,7 @@ from typing import Literal
 
 from lightning_mp.core.precisions import format_of
 from lightning_mp.planning.advice.device_traits import DeviceTraits
+from lightning_mp.policy.fails_in_16_bit import RefusedIn16Bit
 
 AfterItsEnd = Literal["raises", "rises", "zero", "stays"]
 """What a scheduler does when it is stepped more often than it was planned for."""
@@ -19,6 +20,7 @@ class FoundPrecision:
     has_masters: bool = False  # 16-bit weights have fp32 masters
     has_scaler: bool = False  # losses are scaled by the plugin
     needs_closure: bool = False  # the plugin makes a step only where `optimizer.step` is given the closure
+    takes_a_policy: bool = True  # the plugin has the argument `policy`
     emulates_fp8: bool = False  # fp8 was set without the units
     own_scalers: tuple[str, ...] = ()  # attributes of the module that are enabled `GradScaler` objects
     of_strategy: str = ""  # a second setting for precision, at the strategy; "" for none
@@ -148,4 +150,6 @@ class Found:
     memory: FoundMemory | None = None  # of one micro-batch
     checkpoint: FoundCheckpoint | None = None  # that the run is to resume from
     dtype_error: str = ""  # what torch said about dtypes in the training step; "" if nothing
+    # the first operation that torch would refuse, and in which format; None if there is none
+    refused_in_16_bit: tuple[str, RefusedIn16Bit] | None = None
     refusals: tuple[tuple[str, str], ...] = ()  # what callbacks will refuse, each with its reason

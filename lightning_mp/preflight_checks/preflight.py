@@ -88,6 +88,7 @@ class TrainerInspection:
             memory=self._attempt("memory", lambda: self._memory(watched)),
             checkpoint=self._attempt("checkpoint", lambda: self._checkpoint(watched, ckpt_path)),
             dtype_error=self._dtype_error,
+            refused_in_16_bit=watched.refused_in_16_bit if watched is not None else None,
             refusals=self._refusals(given) if given is not None else (),
         )
 

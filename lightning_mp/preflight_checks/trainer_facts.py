@@ -182,6 +182,7 @@ def precision_of(trainer: "pl.Trainer", module: "pl.LightningModule") -> FoundPr
         has_masters=bool(storage_of(trainer).master_bytes),
         has_scaler=scaler is not None and bool(scaler.is_enabled()),
         needs_closure=type(plugin).optimizer_step is MixedPrecision.optimizer_step,
+        takes_a_policy=hasattr(plugin, "policy"),
         emulates_fp8=bool(getattr(plugin, "emulate", False)),
         own_scalers=own_scalers(module),
         of_strategy=f"{type(strategy).__name__}(mixed_precision=...)" if twice else "",
