@@ -71,6 +71,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_subclasses", "tensors with device, dtype and autograd but no numbers, for estimates of memory"),
     (torch, "_C", "where the next name is kept"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key", "whether this torch's autocast knows an operation"),
+    (torch._C, "_dispatch_get_all_op_names", "which operations there are; the entry above raises for others"),
     (torch._C, "_current_autograd_node", "shows whether an operation runs in backward, and for which part of forward"),
     (torch.autograd, "_get_sequence_nr", "marks the parts of a forward, to recognise them in its backward"),
     (torch.autograd.graph.Node, "_sequence_nr", "the same mark of a node of the graph"),

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +19,48 @@ Float8Skip = type[nn.Module] | str
 
 #: ``torch._scaled_mm`` on CUDA refuses other sizes of a weight (github.com/pytorch/ao/issues/571); rows are padded.
 DIMENSION_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class SmallestGain:
+    """From which size of both dimensions a layer multiplies faster in fp8 than in bf16, compiled."""
+
+    features: int  # in_features and out_features are at least this
+    source: str  # where that was measured; all of them stay inside of torchao's own filter, _auto_filter_for_recipe
+
+    def why_not(self, linear: nn.Linear) -> str | None:
+        """Why a layer is too small, by what a rank holds of it; None if it is large enough."""
+        for dimension, dim in (("in_features", 1), ("out_features", 0)):
+            size = getattr(linear, dimension) // tensor_parallel_parts(linear.weight, dim)
+            if size < self.features:
+                return f"{dimension} is {size}, and fp8 gains from {self.features}"
+        return None
+
+
+_ROWWISE_GAINS = SmallestGain(
+    4096,
+    "1.12x at 4,096 (torchtitan commit 7a04053, Llama 3 8B, 8 H100); 0.87x at 2,048 and 0.75x at 768 (H200, torch 2.11,"
+    " GPT of 12 layers), 0.90x at 1,536 (karpathy/nanochat dev/LOG.md, 2026-02-02)",
+)
+#: By recipe; tokens per second beside bf16, widths of all layers of a transformer.
+SMALLEST_GAIN: Mapping[str, SmallestGain] = MappingProxyType(
+    {
+        "tensorwise": SmallestGain(
+            1536,
+            "1.17x at 1,536 (karpathy/nanochat dev/LOG.md, 2026-02-02, 8 H100), 1.11x at 2,048 and 0.83x at 768 (H200,"
+            " torch 2.11, GPT of 12 layers)",
+        ),
+        "rowwise": _ROWWISE_GAINS,
+        "rowwise_with_gw_hp": _ROWWISE_GAINS,  # not measured alone: fewer of its products are fp8
+    }
+)
+
+
+#: Said at set-up and by preflight.
+UNCOMPILED_FP8 = (
+    "no module is compiled. Without torch.compile rounding to fp8 costs more than the products gain: 0.18x of bf16's"
+    " tokens per second (GPT-2 small, H200, torch 2.11). Compile blocks in configure_model: block.compile()."
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +93,7 @@ def choose_float8_layers(
     *,
     skip_first_and_last: bool = True,
     policy: ResolvedPolicy | None = None,
+    smallest: SmallestGain | None = None,
 ) -> list[Float8Layer]:
     """Decides about every ``nn.Linear`` of a model, in the order in which they are registered.
 
@@ -63,9 +107,11 @@ def choose_float8_layers(
         in_features or out_features is not a multiple of 16, or under tensor parallelism a rank's part of one is none
         its weight also belongs to a module that is no Linear, such as an embedding
         it is the first or the last Linear of the model
+        it is smaller than `smallest`, from which on its recipe gains
 
-    The last rule is a habit of practice, for quality: the layers beside the embedding and the logits suffer most and
-    cost little (Megatron-LM has it as ``first_last_layers_bf16``, torchtitan filters its output layer).
+    The rule about the first and the last is a habit of practice, for quality: the layers beside the embedding and the
+    logits suffer most and cost little (Megatron-LM has it as ``first_last_layers_bf16``, torchtitan filters its output
+    layer).
     """
     names = _names_of_linears(model)
     kept_by = _rules_by_name(policy) if policy is not None else {}
@@ -78,6 +124,8 @@ def choose_float8_layers(
         reason = reason or _unsuited(linear, owners)
         if reason is None and skip_first_and_last:
             reason = next((f"it is the {end} Linear" for end, module in ends.items() if module is linear), None)
+        if reason is None and smallest is not None:
+            reason = smallest.why_not(linear)
         layers.append(Float8Layer(own_names[0], linear, reason))
     return layers
 
@@ -89,9 +137,14 @@ def summarise_float8_layers(layers: Sequence[Float8Layer]) -> str:
     >>> summarise_float8_layers(choose_float8_layers(model))
     '1 of 3 Linear layers; not 0 (it is the first Linear), 2 (out_features is 10, not a multiple of 16)'
     """
-    skipped = [f"{layer.name} ({layer.skipped_because})" for layer in layers if layer.skipped_because is not None]
+    by_reason: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.skipped_because is not None:
+            by_reason.setdefault(layer.skipped_because, []).append(layer.name)
+    skipped = [f"{listed(names, most=3)} ({reason})" for reason, names in by_reason.items()]
     others = f"; not {', '.join(skipped)}" if skipped else ""
-    return f"{len(layers) - len(skipped)} of {len(layers)} Linear layers{others}"
+    chosen = sum(layer.skipped_because is None for layer in layers)
+    return f"{chosen} of {len(layers)} Linear layers{others}"
 
 
 def _names_of_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:

@@ -18,8 +18,10 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "autocast": lambda: AutocastPrecision("bf16-mixed"),
     "autocast-policy": lambda: AutocastPrecision("bf16-mixed", policy=PrecisionPolicy.default()),
     "fp16": lambda: AutocastPrecision("16-mixed"),
-    "fp8": lambda: Float8Precision(skip_first_and_last=False),
-    "fp8-policy": lambda: Float8Precision(skip_first_and_last=False, policy=PrecisionPolicy.default()),
+    "fp8": lambda: Float8Precision(skip_small=False, skip_first_and_last=False),
+    "fp8-policy": lambda: Float8Precision(
+        skip_small=False, skip_first_and_last=False, policy=PrecisionPolicy.default()
+    ),
     "master-weights": lambda: MasterWeightsPrecision("bf16-true", policy=PrecisionPolicy.default()),
     "master-weights-fp16": lambda: MasterWeightsPrecision("16-true", policy=PrecisionPolicy.default()),
 }
