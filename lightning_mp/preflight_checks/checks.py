@@ -7,6 +7,7 @@ from typing import get_args
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.quantities import format_bytes
+from lightning_mp.policy.float8_layers import UNCOMPILED_FP8
 from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundRun, FoundScheduler, FoundWeight
 from lightning_mp.preflight_checks.report import PreflightFinding, Severity
 
@@ -50,6 +51,19 @@ def check_device(found: Found) -> Iterator[PreflightFinding]:
             f"{what} ({device.generation}) has no fp16 units: nothing gets faster.",
             "Use Trainer(precision='32-true').",
         )
+
+
+def check_fp8(found: Found) -> Iterator[PreflightFinding]:
+    """Whether fp8 makes the run faster than bf16."""
+    precision = found.precision
+    if precision.base != "fp8":
+        return
+    if precision.no_fp8_layer:
+        what, _, cure = precision.no_fp8_layer.rpartition(". ")
+        yield _error("fp8", f"{what}.", cure)
+    elif not precision.is_compiled:
+        what, _, cure = UNCOMPILED_FP8.rpartition(". ")
+        yield _advice("fp8", f"{precision.plugin}: {what}.", cure)
 
 
 def check_scaler(found: Found) -> Iterator[PreflightFinding]:
@@ -579,6 +593,7 @@ def _other_precision(checkpoint: FoundCheckpoint, found: Found) -> Iterator[Pref
 CHECKS = (
     check_refusals,
     check_device,
+    check_fp8,
     check_scaler,
     check_precisions,
     check_weights_in_16_bit,

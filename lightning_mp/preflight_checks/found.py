@@ -22,6 +22,8 @@ class FoundPrecision:
     needs_closure: bool = False  # the plugin makes a step only where `optimizer.step` is given the closure
     takes_a_policy: bool = True  # the plugin has the argument `policy`
     emulates_fp8: bool = False  # fp8 was set without the units
+    no_fp8_layer: str = ""  # why nothing would multiply in fp8, as the plugin says at set-up; "" if something does
+    is_compiled: bool = True  # torch.compile was called on a part of the module
     own_scalers: tuple[str, ...] = ()  # attributes of the module that are enabled `GradScaler` objects
     of_strategy: str = ""  # a second setting for precision, at the strategy; "" for none
 

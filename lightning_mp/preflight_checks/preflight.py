@@ -76,7 +76,7 @@ class TrainerInspection:
         with_gradient = watched.with_gradient if watched is not None and optimized is not None else None
         return Found(
             device=self._device,
-            precision=precision_of(trainer, module),
+            precision=precision_of(trainer, module, built),
             run=run,
             weights=weights_of(built, optimized, with_gradient),
             layers=layers_of(built),

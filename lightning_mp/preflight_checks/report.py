@@ -14,6 +14,7 @@ but slower than necessary.
 
 FindingName = Literal[
     "device",
+    "fp8",
     "scaler_missing",
     "scaler_superfluous",
     "two_precisions",
