@@ -78,7 +78,7 @@ def test_the_table_of_supported_versions_is_that_of_the_project():
         asked[name] = versions
     pins = dict(re.findall(r"^(\w+)==(.+)$", (ROOT / "constraints.txt").read_text(), re.M))
     matrix = WORKFLOWS["ci"]["jobs"]["test"]["strategy"]["matrix"]
-    oldest = re.findall(r"lightning==([\d.]+)", str(WORKFLOWS["ci"]["jobs"]["lightning"]))
+    oldest = WORKFLOWS["ci"]["jobs"]["lightning"]["strategy"]["matrix"]["lightning"]
     tested = {
         **{name: [pins.get(name)] for name in asked},
         "lightning": [*oldest, pins["lightning"]],
