@@ -307,6 +307,7 @@ def error(found: Net, exact: Net) -> float:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("times", [1, 2, 16])
 def test_gradients_of_several_uses_are_summed_in_fp32(times: int, policy: str) -> None:
+    """D63."""
     stock = run(UncachedAutocast("bf16-mixed", "cpu"), uses(times))
     plugin = AutocastPrecision("bf16-mixed", policy=POLICIES[policy])  # type: ignore[arg-type]
     assert_same(run(plugin, uses(times)), stock)

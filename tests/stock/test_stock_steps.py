@@ -238,7 +238,7 @@ def test_autocast_casts_a_weight_at_every_use() -> None:
 
 @pytest.mark.skipif(not LIGHTNING_27, reason="Lightning 2.6 casts at every use; 2.7 (PR 21616) once per step")
 def test_casts_are_kept_while_a_step_changes_its_weights() -> None:
-    """The second of two forwards has the old weight, and ``torch.no_grad`` is no class while a step runs."""
+    """D63: the second of two forwards has the old weight, and ``torch.no_grad`` is no class while a step runs."""
 
     class Changing(OneWeight):
         def __init__(self) -> None:
