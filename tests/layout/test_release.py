@@ -34,8 +34,9 @@ def test_links_of_the_readme_lead_to_the_files_of_the_tag():
     absolute = run_path(str(ROOT / "scripts" / "absolute_links.py"))["absolute"]
     text = absolute(readme, "https://example.org/repository", "v1.2.3")
     assert re.findall(r"\]\((?!https://)", text) == []
-    assert "](https://example.org/repository/raw/v1.2.3/docs/pictures/" in text
-    linked = re.findall(r"https://example.org/repository/(?:raw|blob)/v1\.2\.3/([^)#]+)", text)
+    assert re.findall(r'(?:src|srcset)="(?!https://)', text) == []
+    assert text.count('="https://example.org/repository/raw/v1.2.3/docs/pictures/') == 2
+    linked = re.findall(r"https://example.org/repository/(?:raw|blob)/v1\.2\.3/([^)#\"]+)", text)
     assert len(linked) > 10
     assert [path for path in linked if not (ROOT / path).exists()] == []
     assert text.count("\n") == readme.count("\n")
