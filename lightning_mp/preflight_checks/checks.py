@@ -7,6 +7,8 @@ from typing import get_args
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.quantities import format_bytes
+from lightning_mp.modules.compiled_names import COMPILED_PREFIX
+from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE
 from lightning_mp.policy.float8_layers import UNCOMPILED_FP8
 from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundRun, FoundScheduler, FoundWeight
 from lightning_mp.preflight_checks.report import PreflightFinding, Severity
@@ -94,6 +96,13 @@ def check_scaler(found: Found) -> Iterator[PreflightFinding]:
             " may be skipped that need not be.",
             "Remove the scaler.",
         )
+
+
+def check_anomaly_detection(found: Found) -> Iterator[PreflightFinding]:
+    """Whether autograd's detection of anomalies would end the run at an overflow that the scale expects."""
+    if found.run.detects_anomalies and found.precision.has_scaler:
+        what, _, cure = ANOMALIES_UNDER_A_SCALE.partition(". ")
+        yield _error("detect_anomaly", f"{found.precision.plugin}: {what}.", cure)
 
 
 def check_precisions(found: Found) -> Iterator[PreflightFinding]:
@@ -541,7 +550,14 @@ def _other_weights(checkpoint: FoundCheckpoint) -> Iterator[PreflightFinding]:
         )
         if names
     ]
-    if differences:
+    if differences and any(COMPILED_PREFIX in name for name in (*checkpoint.missing, *checkpoint.unexpected)):
+        yield _error(
+            "checkpoint",
+            f"{checkpoint.path} and the module differ in what torch.compile(module) puts into names:"
+            f" {listed(differences)}.",
+            "Add ExactResume() to the callbacks, which translates names on load, or compile with module.compile().",
+        )
+    elif differences:
         yield _error(
             "checkpoint",
             f"{checkpoint.path} was written for another model: {listed(differences)}.",
@@ -595,6 +611,7 @@ CHECKS = (
     check_device,
     check_fp8,
     check_scaler,
+    check_anomaly_detection,
     check_precisions,
     check_weights_in_16_bit,
     check_refused_in_16_bit,

@@ -80,6 +80,7 @@ class FoundRun:
     window_lengths: frozenset[int] = frozenset({1})  # micro-batches per optimizer step, all that the run may use
     data_ranks: int = 1  # ranks that see different data
     clip_value: float | None = None  # the Trainer's `gradient_clip_val`
+    detects_anomalies: bool = False  # Trainer(detect_anomaly=True)
     is_manual: bool = False  # the module steps its optimizers itself
     needs_all_gradients: bool = False  # DDP waits for the gradient of every trainable parameter
 

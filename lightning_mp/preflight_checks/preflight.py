@@ -196,7 +196,8 @@ class TrainerInspection:
         sizes = watched.group_sizes if watched is not None else None
         rates = watched.learning_rates if watched is not None else ()
         built = self._module if watched is None or list(self._module.parameters()) else watched.copy
-        return inspect_checkpoint(path, built, sizes, rates)
+        translates = any(getattr(one, "translates_names", False) for one in callbacks_of(self._trainer))
+        return inspect_checkpoint(path, built, sizes, rates, translates_names=translates)
 
 
 def _most_steps(run: FoundRun) -> float:

@@ -17,6 +17,7 @@ FindingName = Literal[
     "fp8",
     "scaler_missing",
     "scaler_superfluous",
+    "detect_anomaly",
     "two_precisions",
     "weights_in_16_bit",
     "tensor_cores",

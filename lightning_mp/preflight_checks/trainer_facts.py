@@ -17,6 +17,7 @@ from lightning_mp.core import private_loop_api
 from lightning_mp.core.precisions import PRECISIONS, PrecisionSpec, find_precision
 from lightning_mp.core.private_api import callbacks_of, holds_compiled_code
 from lightning_mp.distributed.process_groups import num_data_ranks
+from lightning_mp.modules.compiled_names import translated_names
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import BATCH_NORMS
 from lightning_mp.planning.advice.device_traits import DeviceTraits, find_device, named_device
@@ -218,6 +219,7 @@ def run_of(trainer: "pl.Trainer", module: "pl.LightningModule", data: FoundData 
         window_lengths=lengths,
         data_ranks=data_ranks_of(trainer),
         clip_value=trainer.gradient_clip_val,
+        detects_anomalies=private_loop_api.detects_anomalies(trainer),
         is_manual=not module.automatic_optimization,
         needs_all_gradients=isinstance(strategy, DDPStrategy)
         and not private_loop_api.ddp_arguments(strategy).get("find_unused_parameters", False),
@@ -300,6 +302,8 @@ def inspect_checkpoint(
     module: nn.Module,
     own_optimizers: tuple[tuple[int, ...], ...] | None,
     own_learning_rates: tuple[float, ...],
+    *,
+    translates_names: bool = False,
 ) -> FoundCheckpoint:
     """Compares a checkpoint of Lightning's in one file with a module and its optimizers."""
     file = Path(path)
@@ -314,6 +318,8 @@ def inspect_checkpoint(
     if not isinstance(content, Mapping) or "state_dict" not in content:
         raise ValueError(f"{file} is not a Lightning checkpoint: it has no 'state_dict'.")
     saved, own = content["state_dict"], module.state_dict()
+    translated = translated_names(saved, own) if translates_names else {}
+    saved = {translated.get(name, name): value for name, value in saved.items()}
     groups = [list(one["param_groups"]) for one in content.get("optimizer_states", [])]
     return FoundCheckpoint(
         path=file.name,

@@ -348,6 +348,10 @@ PROJECTS: dict[str, Project] = {
         trainer=lambda: {"precision": "16-true"},
         also=("weights_in_16_bit",),
     ),
+    "anomalies under a loss scale": Project(
+        *("detect_anomaly", "error", "at its first overflow", "OverflowPostMortem(replay=True)"),
+        trainer=lambda: _fp16(detect_anomaly=True),
+    ),
     "two scalers": Project(
         *("scaler_superfluous", "error", "so does a GradScaler in the module (scaler)", "scaler=LossScaler(...)"),
         OwnScaler,
