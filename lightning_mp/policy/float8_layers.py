@@ -3,11 +3,11 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import MappingProxyType
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_mp.core.float8_gains import SmallestGain
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.modules.whole_parameters import tensor_parallel_parts
@@ -19,48 +19,6 @@ Float8Skip = type[nn.Module] | str
 
 #: ``torch._scaled_mm`` on CUDA refuses other sizes of a weight (github.com/pytorch/ao/issues/571); rows are padded.
 DIMENSION_MULTIPLE = 16
-
-
-@dataclass(frozen=True)
-class SmallestGain:
-    """From which size of both dimensions a layer multiplies faster in fp8 than in bf16, compiled."""
-
-    features: int  # in_features and out_features are at least this
-    source: str  # where that was measured; all of them stay inside of torchao's own filter, _auto_filter_for_recipe
-
-    def why_not(self, linear: nn.Linear) -> str | None:
-        """Why a layer is too small, by what a rank holds of it; None if it is large enough."""
-        for dimension, dim in (("in_features", 1), ("out_features", 0)):
-            size = getattr(linear, dimension) // tensor_parallel_parts(linear.weight, dim)
-            if size < self.features:
-                return f"{dimension} is {size}, and fp8 gains from {self.features}"
-        return None
-
-
-_ROWWISE_GAINS = SmallestGain(
-    4096,
-    "1.12x at 4,096 (torchtitan commit 7a04053, Llama 3 8B, 8 H100); 0.87x at 2,048 and 0.75x at 768 (H200, torch 2.11,"
-    " GPT of 12 layers), 0.90x at 1,536 (karpathy/nanochat dev/LOG.md, 2026-02-02)",
-)
-#: By recipe; tokens per second beside bf16, widths of all layers of a transformer.
-SMALLEST_GAIN: Mapping[str, SmallestGain] = MappingProxyType(
-    {
-        "tensorwise": SmallestGain(
-            1536,
-            "1.17x at 1,536 (karpathy/nanochat dev/LOG.md, 2026-02-02, 8 H100), 1.11x at 2,048 and 0.83x at 768 (H200,"
-            " torch 2.11, GPT of 12 layers)",
-        ),
-        "rowwise": _ROWWISE_GAINS,
-        "rowwise_with_gw_hp": _ROWWISE_GAINS,  # not measured alone: fewer of its products are fp8
-    }
-)
-
-
-#: Said at set-up and by preflight.
-UNCOMPILED_FP8 = (
-    "no module is compiled. Without torch.compile rounding to fp8 costs more than the products gain: 0.18x of bf16's"
-    " tokens per second (GPT-2 small, H200, torch 2.11). Compile blocks in configure_model: block.compile()."
-)
 
 
 @dataclass(frozen=True)
@@ -125,7 +83,7 @@ def choose_float8_layers(
         if reason is None and skip_first_and_last:
             reason = next((f"it is the {end} Linear" for end, module in ends.items() if module is linear), None)
         if reason is None and smallest is not None:
-            reason = smallest.why_not(linear)
+            reason = _too_small(linear, smallest)
         layers.append(Float8Layer(own_names[0], linear, reason))
     return layers
 
@@ -219,6 +177,15 @@ def _unsuited(linear: nn.Linear, owners: Mapping[int, str]) -> str | None:
             return f"a rank's part of {dimension} is {part}, not a multiple of {DIMENSION_MULTIPLE}"
     owner = owners.get(id(linear.weight))
     return None if owner is None else f"its weight is also that of {owner}"
+
+
+def _too_small(linear: nn.Linear, smallest: SmallestGain) -> str | None:
+    """By what a rank holds of it."""
+    for dimension, dim in (("in_features", 1), ("out_features", 0)):
+        size = getattr(linear, dimension) // tensor_parallel_parts(linear.weight, dim)
+        if size < smallest.features:
+            return f"{dimension} is {size}, and fp8 gains from {smallest.features}"
+    return None
 
 
 def _is_plain_linear(linear: nn.Linear) -> bool:

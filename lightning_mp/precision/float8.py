@@ -10,11 +10,10 @@ from torch import nn
 
 from lightning_mp.core import private_api
 from lightning_mp.core.arguments import true_or_false
+from lightning_mp.core.float8_gains import SMALLEST_GAIN, UNCOMPILED_FP8
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.float8_layers import (
-    SMALLEST_GAIN,
-    UNCOMPILED_FP8,
     Float8Layer,
     Float8Skip,
     check_skip,
@@ -130,7 +129,7 @@ class Float8Precision(FullWeightsPrecision):
             device's native fp8 matmul (NVIDIA Ada and later, AMD MI300 and later, CPU) and refuse other devices.
         skip_first_and_last: Whether the first and the last Linear of the model stay in bf16.
         skip_small: Whether layers stay in bf16 that are too small to gain in speed, on any device; the sizes and their
-            sources are :data:`lightning_mp.policy.float8_layers.SMALLEST_GAIN`. False to see what fp8 does to a loss.
+            sources are :data:`lightning_mp.core.float8_gains.SMALLEST_GAIN`. False to see what fp8 does to a loss.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: modules and operations that run in
             another dtype. "low" is fp8 for the chosen layers and bf16 for everything else; a layer for which a rule
             sets "bf16" or "fp32" is not converted to fp8. The resolved rules are printed at set-up.

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import get_args
 
+from lightning_mp.core.float8_gains import UNCOMPILED_FP8
 from lightning_mp.core.messages import listed
 from lightning_mp.core.quantities import format_bytes
+from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler
 from lightning_mp.modules.compiled_names import COMPILED_PREFIX
 from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE
-from lightning_mp.policy.float8_layers import UNCOMPILED_FP8
-from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundRun, FoundScheduler, FoundWeight
+from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundRun, FoundWeight
 from lightning_mp.preflight_checks.report import PreflightFinding, Severity
 
 _error, _warning, _advice = (partial(PreflightFinding, severity) for severity in get_args(Severity))

@@ -36,7 +36,7 @@ GUARDED_ELSEWHERE = {
     "_detect_anomaly",  # test_the_trainer_knows_whether_it_detects_anomalies
     *("_batches_that_stepped", "_combined_loader", "_combined_loader_states_to_load", "_data_fetcher"),
     "_skip_next_val",
-    # flops/test_whole_parameters.py
+    # modules/test_whole_parameters.py
     *("_handle", "_params", "_shapes", "_param_infos", "_shared_param_infos"),
     # policy/test_policy_sharding.py, strategies/test_fsdp2_strategy.py, test_fsdp2_resting_layers.py,
     # gradients/test_agreed_units.py

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_mp.core.float8_gains import SMALLEST_GAIN
 from lightning_mp.core.quantities import format_quantity
-from lightning_mp.planning.advice.device_traits import DeviceTraits
+from lightning_mp.flops.device_traits import DeviceTraits
 from lightning_mp.planning.advice.recommendation import Choice, Component
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.policy.float8_layers import SMALLEST_GAIN
 
 Goal = Literal["pretrain", "finetune", "adapters", "gan", "inference"]
 """What the model is to do; "finetune" trains all weights, "adapters" a few beside a frozen base."""
