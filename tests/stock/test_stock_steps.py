@@ -301,3 +301,15 @@ def test_clipping_by_an_infinite_norm_makes_nan_and_zeros_of_gradients() -> None
     nn.utils.clip_grad_norm_(parameters, 1.0)
     assert [p.grad.tolist() for p in parameters] == [[0.0, 0.0], [pytest.approx(torch.nan, nan_ok=True)]]  # type: ignore[union-attr]
     assert moved(OneWeight(), PLUGINS["ours"](), [torch.inf], gradient_clip_val=1.0) == 0.0
+
+
+def test_gradients_of_the_last_step_live_through_the_next_forward() -> None:
+    """D63. Lightning clears them between forward and backward."""
+
+    def held(plugin: Precision) -> list[int]:
+        module, found = Regression(), []
+        module.net.register_forward_hook(lambda *_: found.append(sum(p.grad is not None for p in module.parameters())))
+        fit(module, regression_batches(3), plugin=plugin)
+        return found
+
+    assert both(held) == ([0, 4, 4], [0, 0, 0])
