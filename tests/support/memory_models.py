@@ -234,11 +234,13 @@ class Measured(pl.Callback):
     Attributes:
         parts: bytes at the end of the forward.
         peak_bytes: the most that operations and what is held came to.
+        gradient_bytes: of the step before, when the second one begins.
     """
 
     def __init__(self) -> None:
         self.parts: dict[str, int] = {}
         self.peak_bytes = 0
+        self.gradient_bytes = 0
         self._saved: dict[StorageWeakRef, int] = {}
         self._hooks: Any = None
         self._observer: Any = None
@@ -247,7 +249,9 @@ class Measured(pl.Callback):
         if batch_idx != 1:
             return
         self._live = LiveStorages()
-        for part, tensors in self._held(trainer, pl_module, batch).items():
+        held = self._held(trainer, pl_module, batch)
+        self.gradient_bytes = _bytes(held["gradients"])
+        for part, tensors in held.items():
             self._live.add(part, tensors)  # type: ignore[arg-type]
         self._batch = batch
         self._observer = private_api.observe_dispatch(self._live.after_operation)

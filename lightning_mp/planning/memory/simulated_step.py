@@ -76,9 +76,9 @@ class StandInModel:
 
     @contextmanager
     def backward_context(self) -> Iterator[None]:
-        """What a plugin puts around a backward: rules hold for what a checkpoint runs again, and casts that it caches."""
+        """What a plugin puts around a backward: rules hold for what a checkpoint runs again."""
         with ExitStack() as stack:
-            stack.enter_context(torch.autocast("cpu", enabled=False))  # torch empties its cache with the outermost one
+            stack.enter_context(torch.autocast("cpu", enabled=False))  # its end empties the cache
             if self._policy is not None:
                 stack.enter_context(self._policy.in_force(self._precision.compute_dtype))
             yield
