@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lightning_mp._version import __version__
 from lightning_mp.cli.advise import add_advise_command
 from lightning_mp.cli.bits import add_bits_command
+from lightning_mp.cli.consolidate import add_consolidate_command
 from lightning_mp.cli.fit import add_fit_command
 from lightning_mp.cli.formats import add_formats_command
 from lightning_mp.cli.memory import add_memory_command
@@ -40,6 +41,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     add_compare_command(commands, DEMO_MODEL)
     add_fit_command(commands)
     add_bits_command(commands)
+    add_consolidate_command(commands)
     add_formats_command(commands)
     parsed: argparse.Namespace = parser.parse_args(arguments)
     code: int = parsed.run(parsed)

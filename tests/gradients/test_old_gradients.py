@@ -64,7 +64,7 @@ def trained(plugin: Callable[[], Any], window: int = 1, module: Watched | None =
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_no_gradient_of_the_last_step_is_alive_in_a_forward_and_no_bit_changes(plugin: str, window: int) -> None:
-    """D63."""
+    """D64."""
     module = trained(PLUGINS[plugin], window, gradient_clip_val=1.0, callbacks=[OverflowMonitor(), ExactResume()])
     assert module.held == ([0] + [4] * (window - 1)) * STEPS
     kept = trained(PLUGINS[plugin], window, gradient_clip_val=1.0, callbacks=[Keeps()])
