@@ -31,6 +31,7 @@ FindingName = Literal[
     "tied_weights",
     "budget",
     "memory",
+    "reused_weights",
     "checkpoint",
     "refused",
     "dtypes",

@@ -340,3 +340,27 @@ def test_gradients_of_the_last_step_live_through_the_next_forward() -> None:
         return found
 
     assert both(held) == ([0, 4, 4], [0, 0, 0])
+
+
+def test_a_weight_that_is_used_several_times_is_kept_several_times() -> None:
+    """D65. Lightning 2.6 turned torch's cache of casts off (#21611); 2.7 keeps one, at the price of D63."""
+
+    class Unrolled(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            kept: dict[int, Tensor] = {}
+
+            def keep(tensor: Tensor) -> Tensor:
+                if tensor.dtype == torch.bfloat16 and tensor.shape == (8, 8):
+                    kept[tensor.untyped_storage().data_ptr()] = tensor
+                return tensor
+
+            x, square = batch[0], self.net[0].weight.new_zeros(8, 8).requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                for _ in range(4):
+                    x = nn.functional.linear(x, square).tanh() + batch[0]
+            self.copies = len(kept)
+            return super().training_step([x, batch[1]], batch_idx)
+
+    module = Unrolled()
+    fit(module, regression_batches(1), plugin=MixedPrecision("bf16-mixed", "cpu"))
+    assert module.copies == (1 if LIGHTNING_27 else 3)
