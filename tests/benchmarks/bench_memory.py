@@ -26,8 +26,17 @@ from memory_cells import PLUGINS, STRATEGIES, PeakCell, estimate_peak, measure_p
 #: Allowed error of an estimate. Under FSDP2 on a CPU the peak depends on how far ahead a rank is: no upper limit.
 LOWEST, HIGHEST = -0.01, 0.05
 AXES: dict[str, tuple[Any, ...]] = {
-    "models": ("decoder", "encoder-decoder", "batch norm", "u-net", "gru", "experts", "adapters", "frozen")
-    + ("checkpointed decoder",),
+    "models": (
+        "decoder",
+        "encoder-decoder",
+        "batch norm",
+        "u-net",
+        "gru",
+        "experts",
+        "adapters",
+        "frozen",
+        "checkpointed decoder",
+    ),
     "plugins": ("32-true", *PLUGINS, "bf16-24bit", "fp32_gradients", "compiled_step"),
     "optimizers": ("fused AdamW", "foreach AdamW", "8-bit", "schedule-free", "Muon", "Adagrad"),
     "strategies": ("single", *STRATEGIES),

@@ -19,8 +19,15 @@ SEQUENCES, TOKENS, WIDTH = 2, 160, 128
 SIZES: dict[int | str, tuple[str, ...]] = {
     2: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     WIDTH: ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"),
-    4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_local_experts", "num_experts")
-    + ("n_routed_experts",),
+    4: (
+        "num_attention_heads",
+        "n_head",
+        "n_heads",
+        "num_heads",
+        "num_local_experts",
+        "num_experts",
+        "n_routed_experts",
+    ),
     "2": ("num_key_value_heads", "num_kv_heads", "num_experts_per_tok"),
     "width of a head": ("head_dim", "rotary_dim"),
     "of an expert": ("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"),

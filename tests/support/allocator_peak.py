@@ -32,7 +32,7 @@ def mark_step() -> None:
 
 
 def peak_of_step(run: Callable[[], object]) -> int:
-    """Bytes at the peak after :func:`mark_step`, of everything that is allocated while ``run`` makes model and steps."""
+    """Bytes at the peak after :func:`mark_step`, of everything that ``run`` allocates, from the model on."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
     with tempfile.TemporaryDirectory() as folder:

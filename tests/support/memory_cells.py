@@ -25,7 +25,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1.0)),
     "bf16-masters": lambda: MasterWeightsPrecision("bf16-true"),
     "bf16-remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
-    "fp8-mixed": lambda: Float8Precision(),
+    "fp8-mixed": lambda: Float8Precision(skip_small=False),
 }
 OTHERS: dict[str, Callable[[], Any]] = {
     "bf16-24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
@@ -71,11 +71,10 @@ def compare_on_one_device(cell: Cell, plugins: dict[str, Callable[[], Any]] = PL
         Project(model, optimizer), MODELS[model][1](), precision=plugins[plugin]() or plugin, device_type="cpu"
     )
     end = estimate.end_of_forward
-    peak = measured.pop("peak")
-    rows = [Compared(part, end.bytes_by_part.get(part, 0), measured[part]) for part in KEPT]
-    rows.append(Compared("end of forward", end.total_bytes, sum(measured.values())))
-    rows.append(Compared("saved", estimate.saved_bytes, measured["saved"]))
-    rows.append(Compared("peak", estimate.peak_bytes, peak))
+    rows = [Compared(part, end.bytes_by_part.get(part, 0), measured.parts[part]) for part in KEPT]
+    rows.append(Compared("end of forward", end.total_bytes, sum(measured.parts.values())))
+    rows.append(Compared("saved", estimate.saved_bytes, measured.parts["saved"]))
+    rows.append(Compared("peak", estimate.peak_bytes, measured.peak_bytes))
     return rows
 
 

@@ -1,7 +1,7 @@
 """Memory per GPU of a decoder given by its shape, by part, for layouts of any number of GPUs.
 
 These are formulas, for use before there is a module; with a module,
-:func:`~lightning_mp.planning.memory.estimate.estimate_memory` measures. Layouts are those of
+:func:`~lightning_mp.step_memory.estimate.estimate_memory` measures. Layouts are those of
 :class:`~lightning_mp.planning.parallelism.parallel_layout.ParallelLayout`, with or without recomputed blocks.
 """
 
@@ -20,10 +20,10 @@ from lightning_mp.core.arguments import (
 )
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.estimate import reserved_range
-from lightning_mp.planning.memory.live_storages import PARTS, Part
 from lightning_mp.planning.memory.saved_by_family import saved_by_code, saves_scores
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.step_memory.estimate import reserved_range
+from lightning_mp.step_memory.live_storages import PARTS, Part
 
 _ADAM_STATES = 2
 # In fp32: log-probabilities, which are saved, their gradient, and that of the logits (cross_entropy of torch 2.13).
@@ -62,9 +62,9 @@ class MemoryLayout:
 
 @dataclass(frozen=True, slots=True)
 class DecoderMemory:
-    """Bytes of the fullest GPU at the peak: between forward and backward or, with few tokens, in the optimizer's step."""
+    """Bytes of the fullest GPU at the peak: between forward and backward or, with few tokens, in the step."""
 
-    bytes_by_part: Mapping[Part, int]  #: as in :data:`~lightning_mp.planning.memory.live_storages.PARTS`.
+    bytes_by_part: Mapping[Part, int]  #: as in :data:`~lightning_mp.step_memory.live_storages.PARTS`.
 
     @property
     def total_bytes(self) -> int:
@@ -96,9 +96,9 @@ def decoder_memory(
     """Memory of the fullest GPU at its peak, by part.
 
     That is where the loss is differentiated, with the gradients of earlier micro-batches, or the optimizer's step. What
-    the code of a family of Hugging Face models saves beside its formula was measured with :func:`estimate_memory`; for
-    a family that is not known it is that of Llama, or of GPT-2 where MLPs have no gates. The result is an upper bound: on
-    the families that transformers 5 ships, 0 to 40% above what :func:`estimate_memory` measures.
+    the code of a family of Hugging Face models saves beside its formula was measured; for a family that is not known
+    it is that of Llama, or of GPT-NeoX where MLPs have no gates. The result is an upper bound: for the families that
+    transformers 5 ships it is 0 to 25% above what :func:`~lightning_mp.estimate_memory` measures with accumulation.
 
     Args:
         config: the model.

@@ -4,9 +4,9 @@ Norms written by hand save their squares and fp32 copies, rotations their halves
 tensors of the MLP's width, attention that is not fused its scores, and experts their rows in the order of the experts.
 
 Source:
-    Measured with :func:`~lightning_mp.planning.memory.estimate.estimate_memory` on transformers 5.23 and torch 2.13, for
-    CUDA: activations at the end of the forward of 2 and of 4 blocks, of MLPs of one and of two sizes, and of 256 and of 512
-    tokens, beside :meth:`DecoderConfig.saved_bytes_per_token
+    Measured with :func:`~lightning_mp.step_memory.estimate.estimate_memory` on transformers 5.23 and torch 2.13, for
+    CUDA: activations at the end of the forward of 2 and of 4 blocks, of MLPs of one and of two sizes, and of 256 and
+    of 512 tokens, beside :meth:`DecoderConfig.saved_bytes_per_token
     <lightning_mp.planning.memory.decoder_config.DecoderConfig.saved_bytes_per_token>`; rounded up.
     ``tests/planning/test_decoder_families.py`` compares the result at other shapes.
 """

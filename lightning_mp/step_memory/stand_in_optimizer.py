@@ -12,7 +12,7 @@ from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
 from lightning_mp.gradients.step_blocks import padded, step_blocks
-from lightning_mp.planning.memory.live_storages import LiveStorages
+from lightning_mp.step_memory.live_storages import LiveStorages
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -143,7 +143,7 @@ class StandInOptimizer:
 
     @property
     def _is_compiled(self) -> bool:
-        """Whether states are of several tensors, as torchao's: one compiled kernel per parameter reads and writes them."""
+        """Whether states consist of tensors, as torchao's: a compiled kernel per parameter reads and writes them."""
         states = tensors_in([dict(state) for state in self.optimizer.state.values()])
         return any(hasattr(state, "__tensor_flatten__") for state in states)
 

@@ -27,8 +27,8 @@ Part = Literal[
 ]
 """What memory is for. ``weight casts`` are copies of weights in the format of matrix products; ``activations`` are
 saved for backward; ``temporaries`` are all other results of operations, for as long as they are referenced, and what a
-convolution takes on a CPU while it runs. Two come with several ranks: weights that FSDP2 has gathered, and the buckets of
-DDP or the reductions of FSDP2. ``workspaces`` are those of cuBLAS."""
+kernel takes on a CPU while it runs. Two come with several ranks: weights that FSDP2 gathered, and the buckets of DDP
+or the reductions of FSDP2. ``workspaces`` are those of cuBLAS."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 """Every part, in the order of tables and plots."""

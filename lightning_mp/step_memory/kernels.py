@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_mp.core.precisions import HALF_DTYPES
 
 #: cuBLAS gets a workspace for each thread that calls it, forward and backward: 32 MiB on compute capability 9.0, 8.1
-#: before (torch 2.11, aten/src/ATen/cuda/CublasHandlePool.cpp). On an H200 the allocator held 73 to 81 MiB more than all
-#: tensors; three of 32 MiB are counted.
+#: before (torch 2.11, aten/src/ATen/cuda/CublasHandlePool.cpp). On an H200 the allocator held 73 to 81 MiB more than
+#: all tensors (docs/results/bench_gpu_2026-11-27-2.md); three of 32 MiB are counted.
 CUDA_WORKSPACE_BYTES = 3 * 32 * 2**20
 
 
@@ -91,7 +91,7 @@ _SUMMED_IN_FP32 = 3
 def cpu_workspace_bytes(operation: Any, args: Sequence[Any], result: Any) -> int:
     """What oneDNN allocates beside the outputs, at most: tensors in the layout of a kernel, and 16-bit sums in fp32.
 
-    Measured with torch 2.13 on a CPU with avx512_bf16; scratch memory differs between CPUs. Other kernels take a few KiB.
+    Measured with torch 2.13 on a CPU with avx512_bf16; scratch memory differs between CPUs. Other kernels take little.
     """
     name = operation.overloadpacket.__name__
     if name.startswith("convolution") and args[1].dtype == torch.float16:
@@ -116,7 +116,7 @@ def cpu_workspace_bytes(operation: Any, args: Sequence[Any], result: Any) -> int
 
 
 def _columns_bytes(name: str, args: Sequence[Any], result: Any) -> int:
-    """In fp16 a CPU without such instructions unfolds the inputs of a convolution: a column for each place of the kernel."""
+    """In fp16 a CPU without such instructions unfolds the inputs: a column for each place of the kernel."""
     outputs, weight = (result, args[1]) if name == "convolution" else (args[0], args[2])
     kernel = weight.shape[2:]
     return int(outputs.numel() // outputs.shape[1] * weight[0].numel() * weight.itemsize) if kernel.numel() > 1 else 0
