@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.core.precisions import CAST_DTYPES, PrecisionSpec
+from lightning_mp.core.precisions import CAST_DTYPES, HALF_DTYPES, PrecisionSpec
 from lightning_mp.flops.grouped_products import GroupedProducts
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.gradients.old_gradients import module_needs_old_gradients
@@ -56,6 +56,7 @@ class StandInModel:
         self, module: nn.Module, precision: PrecisionSpec, *, policy: PrecisionPolicy | None, device_type: str
     ) -> None:
         self._precision = precision
+        self.fp32_gradients = precision.fp32_gradients
         kept = _kept_in_float32(module, precision, policy)
         self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
         chosen = choose_float8_layers(self.module) if precision.fp8 else []
@@ -300,16 +301,22 @@ def _forward_and_backward(
             )
         live.phase = "backward"
         live.sample()
-        handles = [_count_gradient(parameter, live) for parameter in module.parameters() if parameter.requires_grad]
+        learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        handles = [_count_gradient(parameter, live, in_fp32=model.fp32_gradients) for parameter in learning]
         with model.backward_context():
             backward_in_modes(loss)
         for handle in handles:
             handle.remove()
 
 
-def _count_gradient(parameter: Tensor, live: LiveStorages) -> Any:
+def _count_gradient(parameter: Tensor, live: LiveStorages, *, in_fp32: bool) -> Any:
     def count(parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if in_fp32 and parameter.dtype in HALF_DTYPES:
+            wide = parameter.grad.float()
+            parameter.grad = None
+            parameter.grad_dtype = torch.float32
+            parameter.grad = wide
         live.add("gradients", [parameter.grad])
         live.sample()
 

@@ -247,8 +247,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 def _muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     both = list(parameters)
     matrices, rest = [p for p in both if p.ndim == 2], [p for p in both if p.ndim != 2]
-    muon = torch.optim.Muon(matrices, lr=1e-4)
-    return JointOptimizer([muon, torch.optim.AdamW(rest, lr=1e-4, fused=True)]) if rest else muon
+    if not (matrices and rest):
+        return torch.optim.Muon(matrices, lr=1e-4) if matrices else torch.optim.AdamW(rest, lr=1e-4, fused=True)
+    return JointOptimizer([torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW(rest, lr=1e-4, fused=True)])
 
 
 def _schedule_free(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
