@@ -283,16 +283,18 @@ def over_a_window(samples: Sequence[MemorySample]) -> list[MemorySample]:
 def under_ddp(samples: Sequence[MemorySample], *, gradients_are_views: bool = False) -> list[MemorySample]:
     """Every rank holds everything; gradients are there a second time, in the buckets that are reduced.
 
-    As views of the buckets, gradients are there once, and always: they are cleared, but not freed.
+    As views of the buckets, gradients are there once, and always: they are cleared, but not freed. Until a backward
+    has ended, those that it makes come on top of the buckets.
 
     Source:
         Li et al. 2020, arXiv:2006.15704, section 3.2; torch's DistributedDataParallel makes the buckets when it wraps
         the model.
     """
-    if gradients_are_views:
-        return over_a_window(samples)
-    buckets = max((s.bytes_by_part.get("gradients", 0) for s in samples), default=0)
-    return [_with(sample, {"communication buffers": buckets}) for sample in samples]
+    buckets: dict[Part, int] = {
+        "communication buffers": max((s.bytes_by_part.get("gradients", 0) for s in samples), default=0)
+    }
+    are_in_buckets: dict[Part, int] = {"gradients": 0} if gradients_are_views else {}
+    return [_with(sample, buckets if sample.phase == "backward" else buckets | are_in_buckets) for sample in samples]
 
 
 def under_fsdp2(

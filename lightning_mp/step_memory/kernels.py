@@ -99,7 +99,7 @@ def cpu_workspace_bytes(operation: Any, args: Sequence[Any], result: Any) -> int
     if name == "convolution":
         inputs, weight, transposed = args[0], args[1], bool(args[6])
         scratch = weight.nbytes + _SCRATCH_BYTES if transposed else 0
-        scratch += 2 * _SCRATCH_BYTES if weight.dtype == torch.bfloat16 else 0
+        scratch += _SCRATCH_BYTES if weight.dtype == torch.bfloat16 else 0
         in_its_layout: int = max(inputs.nbytes + weight.nbytes + scratch, (2 if transposed else 1) * result.nbytes)
         return in_its_layout
     if name == "convolution_backward":
@@ -139,7 +139,7 @@ def _of_convolution_backward(
         copies = 3 if is_strided and not transposed else 2
         peaks += [gradient.nbytes + weight.nbytes + of_inputs + scratch, copies * of_inputs]
     if of_weight:
-        sums = _SUMMED_IN_FP32 * of_weight + 3 * _SCRATCH_BYTES if weight.dtype == torch.bfloat16 else 0
+        sums = _SUMMED_IN_FP32 * of_weight + _SCRATCH_BYTES if weight.dtype == torch.bfloat16 else 0
         peaks += [of_inputs + gradient.nbytes + inputs.nbytes + of_weight + sums]
         peaks += [of_inputs + (3 if transposed else 2) * of_weight]
     return max(0, max(peaks) - of_inputs - of_weight)

@@ -144,10 +144,11 @@ def test_ddp_keeps_gradients_a_second_time_unless_they_are_views_of_its_buckets(
     views = estimate_memory(net(), ROWS, strategy="ddp", ranks=4, gradient_as_bucket_view=True)
     whole = 4 * 3 * (64 * 64 + 64)
     assert buckets.peak_bytes - one.peak_bytes == whole
-    # They are cleared, but not freed: they live in backward, too, as do those of earlier micro-batches.
+    # They are cleared, but not freed; those that a backward makes come on top until it has ended.
     window = estimate_memory(net(), ROWS, accumulate_grad_batches=4)
-    assert {sample.bytes_by_part["gradients"] for sample in views.samples} == {whole}
-    assert views.peak_bytes == window.peak_bytes > one.peak_bytes
+    outside = [sample.bytes_by_part for sample in views.samples if sample.phase != "backward"]
+    assert {parts.get("gradients", 0) + parts["communication buffers"] for parts in outside} == {whole}
+    assert buckets.peak_bytes >= views.peak_bytes > window.peak_bytes > one.peak_bytes
     both = estimate_memory(
         net(), ROWS, strategy="ddp", ranks=4, gradient_as_bucket_view=True, accumulate_grad_batches=4
     )
