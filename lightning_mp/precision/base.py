@@ -29,9 +29,11 @@ from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.modules.compiled_names import COMPILED_PREFIX
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of, with_wrapped
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
+from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE
 from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
@@ -212,7 +214,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def teardown(self) -> None:
         """Undoes all changes to other objects, whatever is raised; Lightning calls it also after exceptions."""
-        _explain_folder(sys.exception())
+        _explain_checkpoint(sys.exception())
         self._note_reference_items()
         run, self._in_run = self._in_run, None
         with run.ends if run is not None else nullcontext():
@@ -342,7 +344,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     ) -> None:
         """Runs the module's backward outside of autocast, also in manual optimization, with the policy in force."""
         with self.backward_context():
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            try:
+                super().backward(tensor, model, optimizer, *args, **kwargs)
+            except RuntimeError as error:
+                if self.scaler is not None and "returned nan values" in str(error):
+                    error.add_note(f"HINT: {ANOMALIES_UNDER_A_SCALE}")
+                raise
 
     # -- loss and step -------------------------------------------------------------------------------------------------
 
@@ -536,8 +543,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self.scaler.load_state_dict(state_dict)
 
 
-def _explain_folder(error: BaseException | None) -> None:
-    """Lightning reads a checkpoint as a file before any plugin or callback can see which one it is."""
+def _explain_checkpoint(error: BaseException | None) -> None:
+    """Lightning reads a checkpoint, and loads its weights, before it calls any plugin."""
+    if isinstance(error, RuntimeError) and "loading state_dict" in str(error) and COMPILED_PREFIX in str(error):
+        error.add_note(
+            f"HINT: torch.compile(module) puts '{COMPILED_PREFIX}' into names. Add ExactResume() to the callbacks: it"
+            " translates them on load, or compile in place with module.compile(), which changes no name."
+        )
     if isinstance(error, IsADirectoryError) and error.filename is not None:
         error.add_note(
             f"HINT: {str(error.filename)!r} is a folder, as FSDP2Strategy writes it. Make a single file of it"

@@ -22,13 +22,14 @@ from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
 from lightning_mp.core.random_state import random_state_kept
+from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler, read_schedulers, schedulers_in
 from lightning_mp.modules.names import parameter_names
-from lightning_mp.planning.memory.live_storages import MemorySample
-from lightning_mp.planning.memory.simulated_step import simulate_step
-from lightning_mp.planning.memory.stand_in_optimizer import optimizers_in
+from lightning_mp.policy.fails_in_16_bit import RefusedIn16Bit, WatchFor16Bit
 from lightning_mp.policy.policy import PrecisionPolicy
-from lightning_mp.preflight_checks.found import FoundScheduler, FoundStep
-from lightning_mp.preflight_checks.scheduler_facts import read_schedulers, schedulers_in
+from lightning_mp.preflight_checks.found import FoundStep
+from lightning_mp.step_memory.live_storages import MemorySample
+from lightning_mp.step_memory.simulated_step import simulate_step
+from lightning_mp.step_memory.stand_in_optimizer import optimizers_in
 
 
 class StandInTrainer:
@@ -195,6 +196,7 @@ class WatchedStep:
         self.failures: list[tuple[str, str]] = []
         self._optimizers: list[NotedOptimizer] = []
         self._notes = OperationNotes()
+        self._watch_for_16_bit: WatchFor16Bit | None = None
         self._loss_divisor: float | None = None
         self._has_run = self._runs_own_code = self._in_manual_backward = False
         self._raw_backwards = self._closure_before_step = self._has_clipped = self._ignores_clipping = False
@@ -204,8 +206,10 @@ class WatchedStep:
 
     def run(self, batch: Any, precision: PrecisionSpec, policy: PrecisionPolicy | None, device_type: str) -> None:
         """Runs it once."""
+        self._watch_for_16_bit = WatchFor16Bit(device_type, lambda: self.copy)
         with random_state_kept(torch.device("cpu")), ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            stack.enter_context(self._watch_for_16_bit)
             # What fake tensors cannot do is in the report; torch logs it as well, with its stack.
             logger = logging.getLogger("torch._subclasses.fake_tensor")
             stack.callback(setattr, logger, "disabled", logger.disabled)
@@ -232,6 +236,12 @@ class WatchedStep:
     def mixed_dtypes(self) -> str:
         """What an operation was given that refuses two dtypes; "" if none was."""
         return self._notes.mixed_dtypes
+
+    @property
+    def refused_in_16_bit(self) -> tuple[str, RefusedIn16Bit] | None:
+        """The first operation that torch would refuse, and in which format; None if it refuses none."""
+        watch = self._watch_for_16_bit
+        return (watch.dtype, watch.refused) if watch is not None and watch.refused is not None else None
 
     @property
     def found(self) -> FoundStep | None:

@@ -223,7 +223,7 @@ PLUGINS: dict[str, Callable[[], Precision | None]] = {
     "stock, 32-true": lambda: None,
     "stock, bf16-mixed": lambda: stock_plugin("bf16-mixed"),
     "ours, bf16-mixed": lambda: our_plugin("bf16-mixed"),
-    "ours, fp8-mixed": lambda: Float8Precision(emulate=True),
+    "ours, fp8-mixed": lambda: Float8Precision(emulate=True, skip_small=False),
     "ours, bf16-true, fp32 masters": lambda: MasterWeightsPrecision("bf16-true"),
     "ours, bf16-true, remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
     "ours, 16-true, fp32 masters": lambda: MasterWeightsPrecision(

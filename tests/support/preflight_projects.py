@@ -348,6 +348,19 @@ PROJECTS: dict[str, Project] = {
         *("device", "error", "A100 (Ampere) has no fp8 units", "AutocastPrecision('bf16-mixed')"),
         trainer=lambda: {"plugins": [Float8Precision()]},
         options={"device": "A100"},
+        also=("fp8",),
+    ),
+    "fp8 for small layers": Project(
+        *("fp8", "error", "multiply nothing in fp8: 0 of 2 Linear layers", "AutocastPrecision('bf16-mixed')"),
+        trainer=lambda: {"plugins": [Float8Precision(emulate=True)]},
+        options={"device": "H100"},
+    ),
+    "fp8 without torch.compile": Project(
+        *("fp8", "advice", "0.18x of bf16's tokens per second", "block.compile()"),
+        lambda: Net(1600),
+        trainer=lambda: {"plugins": [Float8Precision(emulate=True, skip_first_and_last=False)]},
+        options={"device": "H100"},
+        batches=lambda: regression_batches(BATCHES, width=1600),
     ),
     "a scaler that is switched off": Project(
         *("scaler_missing", "error", "fp16 without a loss scale", "AutocastPrecision('16-mixed')"),
@@ -357,6 +370,10 @@ PROJECTS: dict[str, Project] = {
         *("scaler_missing", "error", "HalfPrecision('16-true')", "MasterWeightsPrecision('16-true')"),
         trainer=lambda: {"precision": "16-true"},
         also=("weights_in_16_bit",),
+    ),
+    "anomalies under a loss scale": Project(
+        *("detect_anomaly", "error", "at its first overflow", "OverflowPostMortem(replay=True)"),
+        trainer=lambda: _fp16(detect_anomaly=True),
     ),
     "two scalers": Project(
         *("scaler_superfluous", "error", "so does a GradScaler in the module (scaler)", "scaler=LossScaler(...)"),
