@@ -45,6 +45,7 @@ class Items:
 
     means: tuple[Mean, ...] = ()  # none: the loss counts nothing
     form: tuple[str, ...] = ()  # the kinds of node between the loss and its means
+    summed: Number | None = None  # the targets in a sum of cross-entropies, where these were to be counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,14 @@ class Unknown:
     reason: str  # completes "the items of a loss are unknown: ..."
 
 
-def read_items(loss: Tensor, *, divided: bool = False) -> Items | Unknown:
+def read_items(loss: Tensor, *, divided: bool = False, counts_sums: bool = False) -> Items | Unknown:
     """The items of a loss.
 
     Args:
         loss: as ``training_step`` returned it; a scalar with its graph.
         divided: it has passed Lightning's division by ``accumulate_grad_batches``, and maybe a loss scaler: what is
             below them is read.
+        counts_sums: targets are counted also where a sum of cross-entropies is divided by something else.
 
     Example:
         >>> import torch
@@ -69,7 +71,7 @@ def read_items(loss: Tensor, *, divided: bool = False) -> Items | Unknown:
         >>> items = read_items(0.5 * F.cross_entropy(logits, torch.tensor([0, 2, -100, 1])))
         >>> [(mean.kind, mean.total, mean.factor) for mean in items.means]
         [('targets of 3 classes', 3.0, 0.5)]
-        >>> read_items(logits.exp().sum())
+        >>> read_items((2 * logits).sum())
         Unknown(reason='it is a sum that nothing divides')
     """
     node, output = loss.grad_fn, loss.output_nr
@@ -78,7 +80,9 @@ def read_items(loss: Tensor, *, divided: bool = False) -> Items | Unknown:
             node, output = _below_lightnings_division(node)
         if node is None or type(node).__name__ == "AccumulateGrad":  # a constant
             return Items()
-        return _Walk().read(node, output, loss)
+        walk = _Walk()
+        items = walk.read(node, output, loss)
+        return replace(items, summed=_targets_of(walk.summed)) if counts_sums and walk.summed is not None else items
     except _Unreadable as unreadable:
         return Unknown(str(unreadable))
 
@@ -113,6 +117,7 @@ class _Walk:
         self._sums: dict[Any, tuple[str, Number, tuple[_Division, ...], list[float | None]]] = {}
         self._has_zero = False  # something was multiplied by 0, or a sum of no items
         self._ahead: list[tuple[Any, int, float | None, tuple[_Division, ...]]] = []
+        self.summed: Any = None  # the last cross-entropy that is a sum
 
     def read(self, start: Any, start_output: int, loss: Tensor) -> Items:
         """The items below a node."""
@@ -192,6 +197,7 @@ class _Walk:
         elif not divisions:
             raise _Unreadable("it is a sum that nothing divides")
         else:
+            self.summed = node if name.startswith("NllLoss") else None
             above, divisor = divisions[-1]
             if divisor is None:
                 raise _Unreadable("what a sum in it is divided by is not one number, or saved-tensor hooks hide it")
@@ -213,12 +219,12 @@ class _Walk:
         saved, classes = node._raw_saved_total_weight, shape[min(1, len(shape) - 1)]
         value = saved.data if saved.unpack_hook is None else None
         if type(value) is Tensor and value.dtype.itemsize < 4 and node._saved_weight is None:
-            target = node._raw_saved_target  # 16 bits round a number of targets: they are counted
-            value = (target.data != node._saved_ignore_index).sum() if target.unpack_hook is None else None
-        if type(value) is not Tensor:
+            total = _targets_of(node)  # 16 bits round a number of targets
+        else:
+            total = on_host(value) if type(value) is Tensor else None
+        if total is None:
             raise _Unreadable("saved-tensor hooks or a sharded loss hide how many targets it counts")
-        kind = f"targets of {classes} classes"
-        self._means.append((kind, on_host(value), factor, divisions, number / max(classes, 1)))
+        self._means.append((f"targets of {classes} classes", total, factor, divisions, number / max(classes, 1)))
 
     def _items(self, form: tuple[str, ...], loss: Tensor) -> Items:
         for kind, number, divisions, factors in self._sums.values():
@@ -335,6 +341,12 @@ def _are_scalars(outputs: Any) -> bool:
         if node is not None and node._input_metadata[output].shape:
             return False
     return True
+
+
+def _targets_of(cross_entropy: Any) -> Number | None:
+    target = cross_entropy._raw_saved_target
+    value = target.data if target.unpack_hook is None else None
+    return on_host((value != cross_entropy._saved_ignore_index).sum()) if type(value) is Tensor else None
 
 
 def _saved_number(node: Any, name: str) -> Number | None:

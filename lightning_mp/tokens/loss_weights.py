@@ -58,15 +58,10 @@ class LossWeights:
         self._same_parts = True
         self._same_items: bool | Tensor = True
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the first loss has shown what micro-batches weigh."""
-        return self.is_equal or self.first is not None
-
     def settle(self, readings: Sequence[Items | Unknown]) -> str:
         """Settles it with the first losses of all ranks; returns a line that says so, empty if none counts anything.
 
-        Waits for the device. Call it again with the next losses while :attr:`is_settled` is false.
+        Waits for the device. Call it again with the next losses while :attr:`first` is None.
         """
         for reading in readings:
             if isinstance(reading, Unknown):
