@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_mp.gradients import gradient_ops
+from lightning_mp.tokens.loss_items import Items, Unknown
+
+_NOT_READ = Unknown("its parts were not read")
 
 
 def loss_with_gradients(
@@ -21,7 +24,7 @@ def loss_with_gradients(
     parameters: Sequence[nn.Parameter],
     computed: list[Tensor],
     factor: Tensor,
-    averaged_over: int | Tensor | None = None,
+    items: Items | Unknown = _NOT_READ,
 ) -> Tensor:
     r"""The value of ``loss``, with given gradients.
 
@@ -40,7 +43,7 @@ def loss_with_gradients(
     if not computed:
         return loss.detach().clone().requires_grad_()
     result: Tensor = _ReadyGradients.apply(  # type: ignore[no-untyped-call]
-        loss.detach(), factor, computed, averaged_over, *parameters
+        loss.detach(), factor, computed, items, *parameters
     )
     return result
 
@@ -60,10 +63,10 @@ class _ReadyGradients(torch.autograd.Function):
         loss: Tensor,
         factor: Tensor,
         computed: list[Tensor],
-        averaged_over: int | Tensor | None,
+        items: Items | Unknown,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.factor, ctx.averaged_over = factor, averaged_over
+        ctx.factor, ctx.items = factor, items
         ctx.computed = [computed.pop(0) for _ in parameters]
         return loss.clone()
 
