@@ -77,12 +77,11 @@ class MicroBatchWeighing:
             most = measure.most_tokens if weighting.weight_by == "token" else 0
             reference = _reference(float(measure.items), float(most))
             state = replace(state, reference_items=self._trainer.strategy.broadcast(reference))
-        is_known: bool | Tensor = True
-        if self._is_own_count:
+        is_known: bool | Tensor = not measure.wrong_count
+        if self._is_own_count and isinstance(measure.items, Tensor):
             is_known = (measure.items >= 0) & (measure.items < math.inf)
-            if is_known is not True and not self._why:
-                number = "a number" if isinstance(measure.items, Tensor) else f"{measure.items:g}"
-                self._why = f"count= returned {number}, which is no count"
+        if is_known is not True:
+            self._why = self._why or measure.wrong_count or "count= returned a number below 0"
         return windows.weigh_micro_batch(state, measure.items, is_known, measure.divisor)
 
     def _by_loss(self, state: AccumulationState, loss: Tensor) -> AccumulationState:
@@ -90,7 +89,8 @@ class MicroBatchWeighing:
         declared, divisor = state.micro_batch.measure.divisor, None
         reading = read_items(loss, divided=True, counts_sums=declared is not None)
         if declared is not None and isinstance(reading, Items) and reading.summed is not None:
-            reading, divisor = Items((Mean("targets of a sum", reading.summed),)), declared
+            divisor = reading.means[0].total if reading.means else None
+            reading = Items((Mean("targets of a sum", reading.summed),))
         if self._losses.first is None:
             state = self._meet(state, reading)
             if self.is_equal:

@@ -239,10 +239,10 @@ class _Walk:
             means = [Mean(kind, total, only_factor, most=most)]
         else:
             means = _means_of_means(self._means)
-        if len(means) == 1 and self._sums and means[0].parts == 1:
-            only = means[0]
-            if isinstance(only.total, Tensor) or only.total == 1.0:
-                means = [replace(only, total=_none_if_empty(only.total, loss))]
+        if 0 < len(means) == len(self._sums):
+            total = means[0].total
+            if isinstance(total, Tensor) or total == 1.0:
+                means = _none_if_empty(means, loss)
         if not means and not self._has_zero:
             raise _Unreadable("nothing in it counts items")
         for mean in means:
@@ -294,10 +294,15 @@ def _means_of_means(found: list[Any]) -> list[Mean]:
     return result
 
 
-def _none_if_empty(divisor: Number, loss: Tensor) -> Number:
-    """A loss of 0 that was divided by 1 has no items: ``sum / n.clamp(min=1)``."""
-    is_empty = (divisor == 1.0) & (on_host(loss) == 0.0)
-    return torch.where(is_empty, 0.0, divisor) if isinstance(is_empty, Tensor) else divisor * (not is_empty)
+def _none_if_empty(sums: list[Mean], loss: Tensor) -> list[Mean]:
+    """A loss of 0 whose sums were divided by 1 has no items: ``sum / n.clamp(min=1)``."""
+    is_empty: bool | Tensor = on_host(loss) == 0.0
+    for mean in sums:
+        is_empty = is_empty & (mean.total == 1.0) & (mean.parts == 1)
+    if is_empty is False:
+        return sums
+    none = [torch.where(is_empty, 0.0, m.total) if isinstance(is_empty, Tensor) else 0.0 for m in sums]
+    return [replace(mean, total=total) for mean, total in zip(sums, none, strict=True)]
 
 
 def _is_of_weights(node: Any) -> bool:

@@ -106,7 +106,7 @@ JOINED: dict[str, Callable[[Part, Part, int, int], Joined]] = {
     "joins": lambda a, b, i, turn: added(a, b) if i >= turn else (a[0], [a]),
     "leaves": lambda a, b, i, turn: added(a, b) if i < turn else (a[0], [a]),
     "alternates": lambda a, b, i, turn: (a[0], [a]) if i % 2 else (b[0], [b]),
-    "factor changes": lambda a, b, i, turn: ((1 + 0.1 * i) * a[0], None),
+    "factor changes": lambda a, b, i, turn: ((1 + 0.1 * i) * a[0], [times(1 + 0.1 * i, a)]),
     "product": lambda a, b, i, turn: (a[0] * b[0], None),
     "root": lambda a, b, i, turn: ((a[0] + 1).sqrt(), None),
 }
