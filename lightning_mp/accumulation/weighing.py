@@ -106,7 +106,7 @@ class MicroBatchWeighing:
         """Gives micro-batches equal weights from now on. Call it on all ranks."""
         if self.source is not None and not self.is_equal:
             self.source = "loss"
-            _warn(self._losses.weigh_equally(why))
+            rank_zero_info(self._losses.weigh_equally(why))
 
     def close_window(self, totals: HostCopy) -> None:
         """A window is over; ``totals`` are those over all ranks."""
@@ -119,7 +119,9 @@ class MicroBatchWeighing:
             return state
         totals = closed.read()
         if totals[UNKNOWN] > 0:
-            self.weigh_equally(next((why for why in all_gathered(self._why) if why), "as before this fit was resumed"))
+            why = next((why for why in all_gathered(self._why) if why), "as before this fit was resumed")
+            self.source = "loss"
+            _warn(self._losses.weigh_equally(why))
         self._why = ""
         return windows.next_reference(state, totals[ITEMS], totals[LOSSES])
 

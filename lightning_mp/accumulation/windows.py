@@ -183,7 +183,8 @@ def weigh_micro_batch(
     assert state.window.totals is not None
     assert state.reference_items is not None
     micro_batch, totals, reference = state.micro_batch, state.window.totals, state.reference_items
-    is_known = is_known & (totals.number(UNKNOWN) == 0)
+    if totals.device[UNKNOWN] is not None or totals.host[UNKNOWN]:
+        is_known = is_known & (totals.number(UNKNOWN) == 0)
     if is_known is not True:
         items_before, losses_before = totals.number(ITEMS), totals.number(LOSSES)
         mean = items_before / losses_before if totals.host[LOSSES] else 0.0

@@ -192,9 +192,8 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     if not epilogue.parameters and not epilogue.anyone_has_gradients():
         private_api.forget_optimizers(plan.scaler, [optimizer])
         return output
-    private_api.record_found_inf(
-        plan.scaler, optimizer, overflow if step.has_no_items is not None else epilogue.found_inf
-    )
+    found_inf = overflow if step.has_no_items is not None else epilogue.found_inf
+    private_api.record_found_inf(plan.scaler, optimizer, found_inf)
     if plan.model.automatic_optimization:
         try:
             plan.scaler.update()
