@@ -304,10 +304,10 @@ def mean_of_losses(
     In Lightning's own windows only what Lightning does not do is made up for: ranks without a loss are left out, but a
     short window stays divided by the length of a full one.
     """
-    local, micro_batches = state.window.totals, state.window.planned
+    local, micro_batches = state.window.totals, float(state.window.planned)
     assert local is not None
-    if settings.follows_trainer:
-        micro_batches = local.micro_batches if num_ranks == 1 else state.window.position + 1
+    if settings.weighting is None or settings.weighting.weight_by is None:
+        micro_batches = state.window.position + 1 if num_ranks > 1 else local.host[LOSSES]
     if num_ranks == 1 and local.host[LOSSES] == micro_batches:
         return None
     losses = totals[LOSSES]
