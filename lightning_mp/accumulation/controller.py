@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,7 +25,7 @@ from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
 from lightning_mp.accumulation.missing_losses import replace_missing_losses
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
 from lightning_mp.accumulation.schedule import Progress, TargetBatch
-from lightning_mp.accumulation.settings import AccumulationSettings
+from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
 from lightning_mp.accumulation.weighing import MicroBatchWeighing
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
 from lightning_mp.core.patches import Patches
@@ -52,6 +53,7 @@ class _Fit:
     before_steps: list[Callable[[], None]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
     is_in_backward: bool = False
+    takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which nobody sees before
     has_no_loss: bool = False  # of the current micro-batch, on this rank; others may have one
 
 
@@ -198,6 +200,9 @@ class AccumulationController(Callback):
         if not self.settings.follows_trainer:
             refuse_repeated_losses(trainer)
         self.state = replace(self.state, end_tokens=None)
+        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+            self._fit.takes_iterator = True
+            refuse_counts_of_unseen_batches(self.settings)
         if self.settings.weighting is not None:
             self._fit.weighing = MicroBatchWeighing(trainer, self.settings, self.losses)
             if pl_module.automatic_optimization:
@@ -286,12 +291,13 @@ class AccumulationController(Callback):
             return
         if fit.meter is not None and fit.meter.has_trimmed:
             fit.meter.restore_labels()
+        index = trainer.fit_loop.epoch_loop.batch_idx if fit.takes_iterator else batch_idx
         if settings.follows_trainer:
             if not pl_module.automatic_optimization:
                 return
-            if batch_idx % int(trainer.accumulate_grad_batches) == 0 or self.state.window.totals is None:
+            if index % int(trainer.accumulate_grad_batches) == 0 or self.state.window.totals is None:
                 self.state = windows.close_early(self.state)
-        is_first = fit.meter is None
+        is_first = fit.meter is None and not fit.takes_iterator
         if is_first and (settings.weighting.weight_by is not None or not settings.follows_trainer):
             fit.meter = self._inspect_first_batch(trainer, pl_module, batch)
         meter, opens, ends_run = fit.meter, not self.state.window.is_open, False
@@ -302,7 +308,7 @@ class AccumulationController(Callback):
             budget = None if settings.budget is None and self.state.end_tokens is None else self.budget
             if budget is not None or meter.looks_at_rows:
                 measure, ends_run = meter.look(batch, measure, self.state.window, budget)
-        ends_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
+        ends_epoch = trainer.is_last_batch or index + 1 >= trainer.num_training_batches
         another_follows = settings.carries_over and another_epoch_follows(trainer)
         micro_batch = MicroBatch(measure, ends_run, ends_epoch, another_follows, is_repeated=trainer.current_epoch > 0)
         if opens:
@@ -313,13 +319,26 @@ class AccumulationController(Callback):
             if is_first and isinstance(settings.schedule, TargetBatch):
                 self._report_target(settings.schedule.counted)
         self.state = windows.begin_micro_batch(settings, self.state, micro_batch)
-        if settings.follows_trainer:
-            return
         window = self.state.window
+        if settings.follows_trainer:
+            if fit.takes_iterator:  # for the time of this batch: Lightning clears gradients where it should not
+                trainer.accumulate_grad_batches = AccumulateGradBatches(
+                    int(trainer.accumulate_grad_batches),
+                    batch_idx=batch_idx,
+                    num_ready=index + 1,
+                    opens=opens,
+                    closes=(index + 1) % int(trainer.accumulate_grad_batches) == 0,
+                )
+            return
         if fit.boundary is not None:
             fit.boundary.begin(closes=window.closes, last_of_epoch=ends_epoch)
         trainer.accumulate_grad_batches = AccumulateGradBatches(
-            window.planned, batch_idx=batch_idx, opens=opens, closes=window.closes, total=settings.total_steps
+            window.planned,
+            batch_idx=batch_idx,
+            num_ready=index + 1,
+            opens=opens,
+            closes=window.closes,
+            total=settings.total_steps,
         )
         if is_first:
             for function in fit.at_first_batch:
@@ -404,6 +423,8 @@ class AccumulationController(Callback):
         if self.settings.follows_trainer:  # Lightning decides where a window ends
             window = self.state.window
             self.state = replace(self.state, window=replace(window, is_open=window.totals is not None))
+            if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
+                trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
         self._fit.is_in_backward = False
         if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
             self._fit.boundary.end()
