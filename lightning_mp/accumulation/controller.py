@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -22,13 +21,12 @@ from lightning_mp.accumulation.boundary import (
     repeated_losses,
 )
 from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
-from lightning_mp.accumulation.missing_losses import replace_missing_losses
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
 from lightning_mp.accumulation.schedule import Progress, TargetBatch
 from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
-from lightning_mp.accumulation.weighing import MicroBatchWeighing
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE, checked_state, or_none
 from lightning_mp.gradients import gradient_ops
@@ -40,7 +38,10 @@ from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
-from lightning_mp.tokens.loss_weights import LossWeights
+
+if TYPE_CHECKING:
+    from lightning_mp.accumulation.weighing import MicroBatchWeighing
+    from lightning_mp.tokens.loss_weights import LossWeights
 
 
 @dataclass
@@ -48,7 +49,7 @@ class _Fit:
     """What one fit has settled, and what is under way in it."""
 
     meter: MicroBatchMeter | None = None  # from the first batch on, if micro-batches are counted or weighed
-    weighing: MicroBatchWeighing | None = None  # from the start of the fit on, if micro-batches are weighed
+    weighing: "MicroBatchWeighing | None" = None  # from the start of the fit on, if micro-batches are weighed
     boundary: AccumulationBoundary | None = None
     before_steps: list[Callable[[], None]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
@@ -88,7 +89,7 @@ class AccumulationController(Callback):
         self.settings = AccumulationSettings(micro_batches)
         self.state = AccumulationState()
         self.counter = TokenCounter()
-        self.losses = LossWeights()
+        self.losses = _nothing_known()
         self._fit = _Fit()
         self._has_fitted = False
         self._is_plugins = False
@@ -113,7 +114,7 @@ class AccumulationController(Callback):
             controller.settings.constant = int(trainer.accumulate_grad_batches)
         controller._is_plugins = False
         if controller._has_fitted:  # another fit: what it knows of losses it learns anew, and says so
-            controller._has_fitted, controller.losses = False, LossWeights()
+            controller._has_fitted, controller.losses = False, _nothing_known()
             controller.state = replace(controller.state, reference_items=None)
         # After all callbacks' hooks: one of them may write a checkpoint of an open window on an exception.
         Patches.of(trainer).at_end(lambda: controller.release(trainer))
@@ -167,11 +168,6 @@ class AccumulationController(Callback):
         """The present micro-batch; None where micro-batches are not weighted."""
         return self.state.micro_batch.measure if self.state.micro_batch is not None else None
 
-    @property
-    def loss_factor(self) -> float | Tensor:
-        """By what the current micro-batch's loss was multiplied, beside Lightning's division; 1.0 without weights."""
-        return self.state.micro_batch.factor if self.state.micro_batch is not None else 1.0
-
     def input_tokens(self, batch: Any) -> int:
         """Tokens of a batch like this over all ranks: with padding, or those of ``count``."""
         assert self.weighting is not None
@@ -204,13 +200,7 @@ class AccumulationController(Callback):
             self._fit.takes_iterator = True
             refuse_counts_of_unseen_batches(self.settings)
         if self.settings.weighting is not None:
-            self._fit.weighing = MicroBatchWeighing(trainer, self.settings, self.losses)
-            if pl_module.automatic_optimization:
-                replace_missing_losses(trainer, lambda: setattr(self._fit, "has_no_loss", True))
-            if overrides(pl_module, pl.LightningModule, "backward"):
-                self.weigh_equally(f"{type(pl_module).__name__}.backward may write gradients of other losses")
-            elif again := [o for o in trainer.optimizers if requires_closure(o)]:
-                self.weigh_equally(f"{type(again[0]).__name__} evaluates the loss again inside of a step")
+            self._start_weighing(trainer, pl_module)
         if self.settings.weighting is not None and not self.settings.follows_trainer:
             self._fit.boundary = AccumulationBoundary(
                 trainer,
@@ -221,6 +211,18 @@ class AccumulationController(Callback):
                 checkpoints_wait=not self.settings.saves_partial_gradients,
                 carries_over=self.settings.carries_over,
             )
+
+    def _start_weighing(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        from lightning_mp.accumulation.missing_losses import replace_missing_losses
+        from lightning_mp.accumulation.weighing import MicroBatchWeighing
+
+        self._fit.weighing = MicroBatchWeighing(trainer, self.settings, self.losses)
+        if pl_module.automatic_optimization:
+            replace_missing_losses(trainer, lambda: setattr(self._fit, "has_no_loss", True))
+        if overrides(pl_module, pl.LightningModule, "backward"):
+            self.weigh_equally(f"{type(pl_module).__name__}.backward may write gradients of other losses")
+        elif again := [o for o in trainer.optimizers if requires_closure(o)]:
+            self.weigh_equally(f"{type(again[0]).__name__} evaluates the loss again inside of a step")
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues a window that was saved open; ends a resumed run at once if its budget is spent."""
@@ -319,30 +321,26 @@ class AccumulationController(Callback):
             if is_first and isinstance(settings.schedule, TargetBatch):
                 self._report_target(settings.schedule.counted)
         self.state = windows.begin_micro_batch(settings, self.state, micro_batch)
-        window = self.state.window
-        if settings.follows_trainer:
-            if fit.takes_iterator:  # for the time of this batch: Lightning clears gradients where it should not
-                trainer.accumulate_grad_batches = AccumulateGradBatches(
-                    int(trainer.accumulate_grad_batches),
-                    batch_idx=batch_idx,
-                    num_ready=index + 1,
-                    opens=opens,
-                    closes=(index + 1) % int(trainer.accumulate_grad_batches) == 0,
-                )
-            return
-        if fit.boundary is not None:
-            fit.boundary.begin(closes=window.closes, last_of_epoch=ends_epoch)
-        trainer.accumulate_grad_batches = AccumulateGradBatches(
-            window.planned,
-            batch_idx=batch_idx,
-            num_ready=index + 1,
-            opens=opens,
-            closes=window.closes,
-            total=settings.total_steps,
-        )
+        self._set_lightnings_window(trainer, batch_idx, opens=opens, ends_epoch=ends_epoch)
         if is_first:
             for function in fit.at_first_batch:
                 function(batch)
+
+    def _set_lightnings_window(self, trainer: "pl.Trainer", batch_idx: int, *, opens: bool, ends_epoch: bool) -> None:
+        """Has Lightning clear gradients where the window opens, and step where it closes."""
+        settings, fit, window = self.settings, self._fit, self.state.window
+        num_ready = trainer.fit_loop.epoch_loop.batch_idx + 1 if fit.takes_iterator else batch_idx + 1
+        planned, closes = window.planned, window.closes
+        if settings.follows_trainer:
+            if not fit.takes_iterator:
+                return
+            planned = int(trainer.accumulate_grad_batches)
+            closes = num_ready % planned == 0
+        elif fit.boundary is not None:
+            fit.boundary.begin(closes=closes, last_of_epoch=ends_epoch)
+        trainer.accumulate_grad_batches = AccumulateGradBatches(
+            planned, batch_idx=batch_idx, num_ready=num_ready, opens=opens, closes=closes, total=settings.total_steps
+        )
 
     def begin_part(self, part: Any, share: float) -> None:
         """A part of the current micro-batch begins in place of the whole, with this share of its samples.
@@ -385,7 +383,8 @@ class AccumulationController(Callback):
         if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
             assert weighting is not None
             self.state = weighing.weigh(self.state, weighting, loss)
-            factor = self.loss_factor
+            assert self.state.micro_batch is not None
+            factor = self.state.micro_batch.factor
             divided_by = int(trainer.accumulate_grad_batches)
             if divided_by != self.state.window.planned:  # it was set inside of a window
                 factor = factor * (divided_by / self.state.window.planned)
@@ -442,8 +441,9 @@ class AccumulationController(Callback):
         hands them to :meth:`close_window`.
         """
         totals = self.state.window.totals
-        is_there = totals is not None and (totals.micro_batches or self._num_ranks > 1)
-        return totals.tensor(device) if totals is not None and is_there else None
+        if totals is None or (totals.micro_batches == 0 and world_size() == 1):
+            return None
+        return totals.tensor(device)
 
     def close_window(self, totals: Tensor | None) -> Tensor | None:
         """Books a window, if there is one, before an optimizer steps or skips its step."""
@@ -451,30 +451,21 @@ class AccumulationController(Callback):
         local, micro_batch = self.state.window.totals, self.state.micro_batch
         if totals is not None:
             assert local is not None
-            num_ranks, weighing = self._num_ranks, self._fit.weighing
+            num_ranks, weighing = world_size(), self._fit.weighing
             # Ranks that share their data (tensor parallel) have counted it once each.
             totals_once = totals / (num_ranks // self._num_data_ranks)
-            if weighing is not None and weighing.is_equal:
-                factor = windows.mean_of_losses(self.settings, self.state, totals, num_ranks)
-            elif self.weight_by is not None:
-                factor = windows.normalisation(self.state, totals, num_ranks)
-            is_single = windows.is_single_micro_batch_step(self.state)
+            if weighing is not None:
+                factor = weighing.normalisation(self.state, totals, num_ranks)
             self.state = windows.take_totals(self.state)
             is_repeated = micro_batch is not None and micro_batch.is_repeated
             copy = self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
-            if weighing is not None and weighing.source is not None and not is_single:
-                weighing.close_window(copy)
-                if totals.device.type == "cpu":  # it is here: what has changed is said in its own step
-                    self.state = weighing.settle_window(self.state)
+            if weighing is not None:
+                self.state = weighing.close_window(self.state, copy, are_here=totals.device.type == "cpu")
         for function in self._fit.before_steps:
             function()
         return factor
 
     # -- what a micro-batch needs of its Trainer -----------------------------------------------------------------------
-
-    @property
-    def _num_ranks(self) -> int:
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
     def _num_data_ranks(self) -> int:
@@ -557,7 +548,14 @@ class AccumulationController(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
         state = AccumulationState.read(state_dict)
-        LossWeights().load_state_dict(state_dict.get("losses"))  # raises before anything is changed
+        _nothing_known().load_state_dict(state_dict.get("losses"))  # raises before anything is changed
         self.counter.load_state_dict(state_dict.get("counter", {}))
         self.losses.load_state_dict(state_dict["losses"])
         self.state = state
+
+
+def _nothing_known() -> "LossWeights":
+    """Imported here: who only monitors a run need not read how losses are weighed."""
+    from lightning_mp.tokens.loss_weights import LossWeights
+
+    return LossWeights()

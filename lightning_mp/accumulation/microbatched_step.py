@@ -9,7 +9,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -24,8 +24,10 @@ from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_w
 from lightning_mp.core.patches import Patches
 from lightning_mp.modules.state import gradients_set_aside
 from lightning_mp.tokens import batch_tokens
-from lightning_mp.tokens.loss_items import Items, Unknown, read_items
 from lightning_mp.tokens.loss_weighting import Weighting
+
+if TYPE_CHECKING:
+    from lightning_mp.tokens.loss_items import Items, Unknown
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
@@ -197,6 +199,8 @@ def run_microbatches(
     ran: list[int] = []
     outputs: list[Any] = []
     losses: list[Tensor] = []
+    from lightning_mp.tokens.loss_items import read_items
+
     readings: list[Items | Unknown] = []
     factor: Tensor | None = None
     with gradients_set_aside(parameters):
@@ -230,8 +234,10 @@ def run_microbatches(
     return loss if output is None else {**output, "loss": loss}
 
 
-def _joined(readings: Sequence[Items | Unknown]) -> Items | Unknown:
+def _joined(readings: "Sequence[Items | Unknown]") -> "Items | Unknown":
     """The items of a loss whose parts have these."""
+    from lightning_mp.tokens.loss_items import Items, Unknown
+
     joined = readings[0]
     for reading in readings[1:]:
         if isinstance(joined, Unknown) or isinstance(reading, Unknown):

@@ -6,7 +6,7 @@ the loss scale, hooks, ``p.grad``, DDP's reduction.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_mp.gradients import gradient_ops
-from lightning_mp.tokens.loss_items import Items, Unknown
 
-_NOT_READ = Unknown("its parts were not read")
+if TYPE_CHECKING:
+    from lightning_mp.tokens.loss_items import Items, Unknown
 
 
 def loss_with_gradients(
@@ -24,7 +24,7 @@ def loss_with_gradients(
     parameters: Sequence[nn.Parameter],
     computed: list[Tensor],
     factor: Tensor,
-    items: Items | Unknown = _NOT_READ,
+    items: "Items | Unknown | None" = None,
 ) -> Tensor:
     r"""The value of ``loss``, with given gradients.
 
@@ -63,7 +63,7 @@ class _ReadyGradients(torch.autograd.Function):
         loss: Tensor,
         factor: Tensor,
         computed: list[Tensor],
-        items: Items | Unknown,
+        items: "Items | Unknown | None",
         *parameters: Tensor,
     ) -> Tensor:
         ctx.factor, ctx.items = factor, items
