@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import platform
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
@@ -94,8 +95,10 @@ def is_off(row: dict[str, Any]) -> bool:
 
 def made_by(command: str) -> dict[str, str]:
     """What a page says about its origin."""
+    head = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "command": command,
+        "commit": head.stdout.strip() or "unknown",
         "date": datetime.now(tz=UTC).date().isoformat(),
         "machine": f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "python": platform.python_version(),
