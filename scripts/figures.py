@@ -39,7 +39,8 @@ def _pairs() -> str:
 
 
 def _machines() -> str:
-    return " and ".join(dict.fromkeys(_quality(part)["machine"].partition(",")[0] for part in _LANGUAGE))
+    makers = (_quality(part)["machine"].replace("(R)", "").split()[:2] for part in _LANGUAGE)
+    return " and ".join(dict.fromkeys(" ".join(maker) for maker in makers))
 
 
 def _memory_errors(strategies: tuple[str, ...]) -> str:

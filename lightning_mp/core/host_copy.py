@@ -24,7 +24,7 @@ class HostCopy:
 
     @property
     def is_there(self) -> bool:
-        """Whether the host can read it at once, whatever the device is doing: values of a CPU."""
+        """Whether reading waits for no device."""
         return self._event is None
 
     def read(self) -> list[float]:

@@ -33,11 +33,10 @@ from torch.distributed.tensor import DTensor
 from lightning_mp.core import private_api, private_sharding_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.number_formats import dtype_label
-from lightning_mp.flops.grouped_products import GroupedProducts
+from lightning_mp.flops.grouped_products import GroupedProducts, backward_in_modes
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.flops.operation_flops import multiplies, operation_flops, score_flops
 from lightning_mp.modules.stand_ins import (
-    backward_in_modes,
     batch_with,
     module_with,
     run_forward,

@@ -7,10 +7,8 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp.core.nested_tensors import tensors_in
@@ -81,11 +79,7 @@ def batch_with(batch: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:
     >>> batch_with({"x": torch.zeros(2), "names": ("a",)}, lambda tensor: tensor + 1)
     {'x': tensor([1., 1.]), 'names': ('a',)}
     """
-
-    def with_gradient(tensor: Tensor) -> Tensor:
-        return stand_in(tensor).requires_grad_(tensor.requires_grad)
-
-    return apply_to_collection(batch, Tensor, with_gradient)
+    return apply_to_collection(batch, Tensor, lambda t: stand_in(t).requires_grad_(t.requires_grad))
 
 
 def run_forward(module: nn.Module, batch: Any) -> Any:
@@ -113,11 +107,3 @@ def sum_of_outputs(output: Any) -> Tensor | None:
     for value in sums:
         total = value.float() if total is None else total + value.float()
     return total
-
-
-def backward_in_modes(loss: Tensor) -> None:
-    """``loss.backward()`` that leaves no ``TorchFunctionMode``, so that checkpoints recompute under those entered here.
-
-    A tensor handed to torch would end the modes until backward is over; a gradient edge does not.
-    """
-    torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))

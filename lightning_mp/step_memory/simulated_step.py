@@ -15,13 +15,12 @@ from lightning_mp.core import private_api
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import CAST_DTYPES, HALF_DTYPES, PrecisionSpec
-from lightning_mp.flops.grouped_products import GroupedProducts
+from lightning_mp.flops.grouped_products import GroupedProducts, backward_in_modes
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.gradients.old_gradients import module_needs_old_gradients
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.modules.stand_ins import (
-    backward_in_modes,
     batch_with,
     module_with,
     run_forward,
@@ -214,7 +213,6 @@ def simulate_step(
     plugins of this package free them before it. With ``is_sharded``, weights that FSDP2 gathers in the format of their
     product are cast nowhere.
     """
-    has_padding = _has_padding(batch)
     fake = private_api.FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model = StandInModel(module, precision, policy=policy, device_type=device_type)
@@ -239,7 +237,7 @@ def simulate_step(
         GroupedProducts(),
         CudaKernels() if device_type == "cuda" else nullcontext(),
     ):
-        _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
+        _forward_and_backward(model, inputs, run, live, has_padding=_has_padding(batch))
     gradients = live.bytes_by_part.get("gradients", 0)
     for one in optimizers:
         one.step()  # the first one makes the states

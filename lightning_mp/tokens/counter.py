@@ -122,10 +122,7 @@ class TokenCounter:
         return self.samples if self._unread else self.samples - self.last_window_samples
 
     def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> HostCopy:
-        """Takes the totals of a window, already summed over all ranks, and reads those of the windows before.
-
-        On a CPU those of this window are read as well; on another device one window late, so that nothing waits for it.
-        """
+        """Takes the totals of a window, summed over all ranks, and reads what is there: on a CPU these, else those before."""
         self.flush_pending()
         copy = HostCopy(totals)
         self._unread.append(_Unread(copy, micro_batches, repeated))

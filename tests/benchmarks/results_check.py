@@ -72,7 +72,7 @@ def quality() -> Figures:
     """bf16-mixed beside fp32 in two short pairs."""
     sys.path.insert(0, str(ROOT / "scripts"))
     evidence: Any = importlib.import_module("evidence")
-    sizes = evidence.Sizes(params=5_000, steps=20, seeds=2, rounds=1, batch_size=2)
+    sizes = evidence.Sizes(params=10_000, steps=20, seeds=2, rounds=1, batch_size=2)
     make_module, make_data = evidence.text_runs(evidence.load_standard_library(), sizes)
     with TemporaryDirectory() as folder:
         found = evidence.compared(
