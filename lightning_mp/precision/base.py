@@ -22,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
+from lightning_mp.core.bar_messages import keep_messages_off_the_bar
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.settings_repr import SettingsRepr, namespace_hint
@@ -162,6 +163,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._in_run = run = self._begin_run(trainer)
         self._carry(device_type=trainer.strategy.root_device.type)
         Patches.of(trainer).at_end(self._end)
+        keep_messages_off_the_bar(trainer)
         if self.weight_by is not None and run.is_fit:
             self._weigh_micro_batches(trainer)
         return module
