@@ -231,7 +231,7 @@ def _show(job: Job, history: dict[str, Any]) -> None:
 def _is_installed(package: str, otherwise: str) -> bool:
     found = find_spec(package) is not None
     if not found:
-        say(f"{otherwise}: install {package} (pip install 'lightning-mp[plots]').")
+        say(f"{otherwise}: install {package} (pip install '.[plots]').")
     return found
 
 

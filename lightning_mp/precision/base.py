@@ -24,8 +24,9 @@ from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
 from lightning_mp.core.bar_messages import keep_messages_off_the_bar
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
+from lightning_mp.core.namespace_hint import namespace_hint
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.settings_repr import SettingsRepr, namespace_hint
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
@@ -122,18 +123,6 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.precision!r}){namespace_hint('plugin')}"
-
-    @property
-    def state_key(self) -> str:
-        """Lightning reads this of callbacks only.
-
-        Raises:
-            MisconfigurationException: names the argument for plugins.
-        """
-        raise MisconfigurationException(
-            f"{type(self).__name__} is a precision plugin and was given among the callbacks. Use"
-            " Trainer(plugins=[...])."
-        )
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
