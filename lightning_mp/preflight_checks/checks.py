@@ -25,6 +25,7 @@ _BEST_MULTIPLE = 64
 # Sizes below the first come from the data as a rule (channels of an image, classes); padding up to the second multiple
 # pays where the product is large.
 _SMALLEST_SIZE, _SMALLEST_LARGE_SIZE = 64, 1024
+_SMALLEST_COPIES_BYTES = 2**20  # of 16-bit copies of weights, below which nobody looks for memory
 
 
 def check_device(found: Found) -> Iterator[PreflightFinding]:
@@ -516,6 +517,22 @@ def check_memory(found: Found) -> Iterator[PreflightFinding]:
     )
 
 
+def check_reused_weights(found: Found) -> Iterator[PreflightFinding]:
+    """Whether autograd keeps several 16-bit copies of the same weights (Lightning #21611)."""
+    if found.step is None or found.step.copied_bytes < _SMALLEST_COPIES_BYTES:
+        return
+    name, copies = max(found.step.weight_copies, key=lambda weight: weight[1])
+    others = len(found.step.weight_copies) - 1
+    yield _advice(
+        "reused_weights",
+        f"{name}{f' and {others} more weights are' if others else ' is'} used several times in a step (up to {copies}),"
+        " and each use keeps a 16-bit copy for backward: together"
+        f" {format_bytes(found.step.copied_bytes)} more than one copy each.",
+        "If memory is short, use AutocastPrecision(..., cache_weights=True), which keeps one; the gradients of all uses"
+        " are then summed in 16 bit, and weights that change inside a step are stale.",
+    )
+
+
 def check_checkpoint(found: Found) -> Iterator[PreflightFinding]:
     """Whether a checkpoint holds this run, and leaves something of it to do."""
     checkpoint = found.checkpoint
@@ -629,6 +646,7 @@ CHECKS = (
     check_schedulers,
     check_budget,
     check_memory,
+    check_reused_weights,
     check_checkpoint,
     check_tensor_cores,
 )

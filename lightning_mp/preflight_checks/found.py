@@ -83,6 +83,8 @@ class FoundStep:
     closure_before_step: bool = False  # `optimizer_step` ran the closure itself and stepped without it
     ignores_clipping: bool = False  # `configure_gradient_clipping` was given a value and did nothing
     draws_anew: bool = False  # random numbers of recomputed modules differ from those of their forward
+    weight_copies: tuple[tuple[str, int], ...] = ()  # of which backward keeps several, with their number
+    copied_bytes: int = 0  # of the 16-bit copies beyond the first of each weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ FindingName = Literal[
     "tied_weights",
     "budget",
     "memory",
+    "reused_weights",
     "checkpoint",
     "refused",
     "dtypes",

@@ -236,7 +236,8 @@ KEPT = ("weights", "gradients", "masters", "optimizer states")
 
 @cache
 def bytes_per_parameter(name: str) -> dict[str, float]:
-    """Of a decoder with AdamW, in the second step of a run, by part: walked, not estimated."""
-    parts = measure("decoder", "AdamW", PLUGINS[name]()).parts
+    """Of a decoder with AdamW, between the first two steps of a run, by part: walked, not estimated."""
+    measured = measure("decoder", "AdamW", PLUGINS[name]())
+    parts = measured.parts | {"gradients": measured.gradient_bytes}
     parameters = sum(p.numel() for p in MODELS["decoder"][0]().parameters())
     return {part: parts[part] / parameters for part in KEPT}

@@ -240,6 +240,29 @@ class Tokens(Net):
         return F.cross_entropy(self.net(batch[0]).flatten(0, 1).float(), batch[1].flatten())
 
 
+class Unrolled(Net):
+    """Its first layer is used 16 times; the first time nothing needs its weight in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(512)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for _ in range(16):
+            x = torch.tanh(self.net[0](x))
+        return F.mse_loss(self.net[2](x).float(), batch[1])
+
+
+class ManualUnrolled(Unrolled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
 class Huge(Net):
     """6 billion parameters, without memory."""
 
@@ -536,6 +559,19 @@ PROJECTS: dict[str, Project] = {
         Huge,
         options={"device": "T4"},
         batches=lambda: [[torch.zeros(2, 80_000), torch.zeros(2, 1)]],
+    ),
+    "a weight that is used many times": Project(
+        *("reused_weights", "advice", "(up to 15), and each use keeps a 16-bit copy for backward: together 7 MiB more"),
+        "cache_weights=True",
+        Unrolled,
+        lambda: {"plugins": [MixedPrecision("bf16-mixed", "cpu")]},
+        batches=lambda: [[torch.zeros(2, 512), torch.zeros(2, 1)]],
+    ),
+    "a weight that is used many times, manually": Project(
+        *("reused_weights", "advice", "net.0.weight is used several times", "cache_weights=True"),
+        ManualUnrolled,
+        lambda: {"plugins": [AutocastPrecision("bf16-mixed")]},
+        batches=lambda: [[torch.zeros(2, 512), torch.zeros(2, 1)]],
     ),
     "a checkpoint of another model": Project(
         *("checkpoint", "error", "1 of another shape (net.0.weight)", "hyper-parameters"),
