@@ -3,6 +3,7 @@
 import logging
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,31 +20,22 @@ def keep_messages_off_the_bar(trainer: "pl.Trainer") -> None:
     A bar is a line without an end, on which a message of another stream continues. Rich's bar sees to it itself.
     """
     bar = trainer.progress_bar_callback
-    if not isinstance(bar, TQDMProgressBar) or not sys.stdout.isatty():
-        return
-    for owner, name in ((warnings, "showwarning"), *((handler, "emit") for handler in _handlers())):
-        if not isinstance(vars(owner).get(name), Replacement):
-            _clear_bars_around(trainer, bar, owner, name)
+    if isinstance(bar, TQDMProgressBar) and sys.stdout.isatty():
+        logger = lightning_logger()
+        handlers = [*logger.handlers, *(logger.parent.handlers if logger.parent is not None else ())]
+        streams = [handler for handler in handlers if type(handler) is logging.StreamHandler]
+        for owner, name in ((warnings, "showwarning"), *((handler, "emit") for handler in streams)):
+            if not isinstance(vars(owner).get(name), Replacement):
+                _clear_bars_around(trainer, bar, owner, name)
 
 
 def _clear_bars_around(trainer: "pl.Trainer", bar: TQDMProgressBar, owner: object, name: str) -> None:
     def write(*args: Any, **kwargs: Any) -> None:
         try:
-            shown = type(bar.train_progress_bar)
+            cleared = type(bar.train_progress_bar).external_write_mode()
         except TypeError:  # Lightning's way to say that there is no bar yet
-            patch.original(*args, **kwargs)
-            return
-        with shown.external_write_mode():
+            cleared = nullcontext()
+        with cleared:
             patch.original(*args, **kwargs)
 
     patch = Patches.of(trainer).replace(owner, name, write)
-
-
-def _handlers() -> list[logging.Handler]:
-    """What writes the messages of Lightning's logger to a stream."""
-    found: list[logging.Handler] = []
-    logger: logging.Logger | None = lightning_logger()
-    while logger is not None:
-        found += [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]
-        logger = logger.parent if logger.propagate else None
-    return found

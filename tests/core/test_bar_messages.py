@@ -37,7 +37,9 @@ def written(monkeypatch: pytest.MonkeyPatch, *callbacks: Any, is_terminal: bool,
     terminal = Terminal(is_terminal=is_terminal)
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr("sys.stderr", terminal)
-    logger, handler = logging.getLogger("lightning.pytorch"), logging.StreamHandler(terminal)
+    logger, handler = lightning_logger(), logging.StreamHandler(terminal)
+    level = logger.level
+    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     # pytest records warnings; without it they go to stderr
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: print(message, file=terminal))
@@ -49,6 +51,7 @@ def written(monkeypatch: pytest.MonkeyPatch, *callbacks: Any, is_terminal: bool,
         trainer.fit(module, loader(regression_batches(4)), loader(regression_batches(4)))
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
     assert (vars(handler), warnings.showwarning) == before
     return terminal.getvalue()
 
