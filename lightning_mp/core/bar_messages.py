@@ -15,10 +15,7 @@ from lightning_mp.core.uncopied import Replacement
 
 
 def keep_messages_off_the_bar(trainer: "pl.Trainer") -> None:
-    """On a terminal, clears tqdm's bars for a message of Lightning's logger or a warning, and draws them again below.
-
-    A bar is a line without an end, on which a message of another stream continues. Rich's bar sees to it itself.
-    """
+    """On a terminal, clears tqdm's bars for a message of Lightning's logger or a warning, and draws them again below."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar) and sys.stdout.isatty():
         logger = lightning_logger()
