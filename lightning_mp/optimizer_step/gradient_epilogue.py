@@ -167,6 +167,19 @@ class GradientEpilogue:
             bound = bound / self._factor.to(bound)
         gradient_ops.clamp_(self.shards, bound)
 
+    def clip_now(self, limit: float, *, by_value: bool) -> None:
+        """Clips true gradients in place (3 passes): whoever asks may read or change them afterwards.
+
+        Gradients that are not finite are left as they are by norm, and the step is skipped.
+        """
+        norm = self.check_again()
+        self.is_checked = False
+        if by_value:
+            self._clamp(limit)
+        else:
+            coefficient = gradient_ops.clip_coefficient(norm, limit)
+            gradient_ops.multiply_(self.shards, torch.where(self.found_inf > 0, 1.0, coefficient))
+
     def clip_scaled(self, limit: float, *, by_value: bool) -> None:
         """Clips by the size of the true gradients but leaves them scaled, for manual optimization.
 

@@ -89,10 +89,17 @@ class GradientStep:
     closure: StepClosure | None = None  # for an optimizer that may evaluate the loss itself; None for those that do not
     is_stepping: bool = False  # the optimizer's own `step` is running
     _gradients_may_have_changed: bool = False
+    _clips_last: bool = False  # Lightning's own hook clips, after which nothing looks at gradients
 
     def clip(self, limit: float, algorithm: "GradClipAlgorithmType | str") -> None:
-        """Plans to clip by the norm over all parameters and ranks, or limits every element."""
-        if algorithm == GradClipAlgorithmType.VALUE:
+        """Clips by the norm over all parameters and ranks, or limits every element.
+
+        It is only planned where nothing looks at the gradients between here and the optimizer's kernel. A module's own
+        hook may read them next, change them, or clip again.
+        """
+        if not self._clips_last:
+            self.epilogue.clip_now(limit, by_value=algorithm == GradClipAlgorithmType.VALUE)
+        elif algorithm == GradClipAlgorithmType.VALUE:
             if self._gradients_may_have_changed:
                 self.epilogue.check_again()  # the limit would turn an inf that a hook has left into a number
             self.epilogue.clip_by_value(limit)
@@ -134,13 +141,15 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
         if plan.scaler is not None:
             private_api.set_unscaled(plan.scaler, plan.optimizer, epilogue.found_inf)
         private_api.call_before_optimizer_step_hooks(model, plan.optimizer)
+        step._clips_last = not clips_by_itself(model)
         private_api.clip_through_module(plan.plugin, model, plan.optimizer)
         if plan.scaler is not None and private_api.has_stepped(plan.scaler, plan.optimizer):
             raise RuntimeError(
                 "step() has already been called since the last update(): scaler.step was called by a hook that runs"
                 " before the optimizer's step. Leave it out; the step is taken after the hooks."
             )
-        if clips_by_itself(model) or (step._gradients_may_have_changed and not epilogue.is_checked):
+        step._clips_last = False
+        if step._gradients_may_have_changed and not epilogue.is_checked:
             epilogue.check_again()
     elif limit and not by_norm:
         epilogue.clip_by_value(limit)
