@@ -28,6 +28,7 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards, unscaled_gradients
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class StepPlan:
     plugin: Precision  # clips where a module clips through Lightning's hook
     scaler: torch.amp.GradScaler | None  # the loss scaler, if there is one
     dispatcher: StepOutcomeDispatcher | None  # gets a report of each step; None outside of a fit
+    backwards: ScaledBackwards | None  # of scaled losses, where hooks or users may come between
     controller: AccumulationController | None  # normalises windows whose micro-batches are weighted
     epilogue: Callable[..., GradientEpilogue]  # creates the epilogue of a step from the loss scale
     in_kernel: bool  # the optimizer's own kernel multiplies gradients, and skips
@@ -51,6 +53,7 @@ class StepPlan:
         model: "pl.LightningModule",
         plugin: Precision,
         dispatcher: StepOutcomeDispatcher | None,
+        backwards: ScaledBackwards | None,
         epilogue_type: Callable[..., GradientEpilogue],
     ) -> Self:
         """Call it on all ranks. ``epilogue_type`` is :class:`GradientEpilogue`, or takes the same arguments."""
@@ -60,6 +63,7 @@ class StepPlan:
             plugin,
             getattr(plugin, "scaler", None),
             dispatcher,
+            backwards,
             AccumulationController.of(model.trainer),
             partial(epilogue_type, optimizer, ranks=gradient_replication(model.trainer), device=model.device),
             in_kernel=applies_grad_scale(optimizer),
@@ -74,7 +78,7 @@ class StepPlan:
         scale = private_api.grad_scaler_scale(scaler)
         if scale is None:
             # This rank has not scaled a loss yet, and others may have: all of them need the same scale.
-            scaler.scale(torch.zeros((), device=self.model.device))
+            private_api.make_grad_scale(scaler, self.model.device)
             scale = private_api.grad_scaler_scale(scaler)
         is_unscaled = private_api.has_unscaled(scaler)
         return scale, found_by_unscaling(scaler, self.optimizer, self.model) if is_unscaled else None
@@ -121,12 +125,18 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     scale, unscaled_found = plan.loss_scale()
     consumers = gradient_consumers(private_api.callbacks_of(trainer), model, trainer.global_step)
     totals = controller.window_totals(model.device) if controller is not None else None
-    step.epilogue = epilogue = plan.epilogue(scale, in_kernel=in_kernel, unscaled_found=unscaled_found)
+    found_inf = plan.backwards.found_inf(plan.optimizer) if plan.backwards is not None else ()
+    has_scaled = plan.backwards.has_scaled(plan.optimizer) if plan.backwards is not None else None
+    step.epilogue = epilogue = plan.epilogue(
+        scale, in_kernel=in_kernel, unscaled_found=unscaled_found, found_inf=found_inf, has_scaled=has_scaled
+    )
     algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
     limit = trainer.gradient_clip_val if consumers == "none" and model.automatic_optimization else None
 
     # Reduce: gradients are read once; their norm and the items of the window are added over all ranks.
     totals = epilogue.reduce(totals)
+    if plan.scaler is not None and not epilogue.anyone_has_scaled() and epilogue.anyone_has_gradients():
+        raise unscaled_gradients(plan.optimizer, plan.plugin, plan.scaler.get_scale())
 
     # Decide and plan: from here on every rank knows whether the step is skipped, and the factor for its gradients.
     normalisation = controller.close_window(totals) if controller is not None else None
@@ -229,10 +239,16 @@ def _evaluate_again(
     return result
 
 
+_HIDDEN = (
+    "none, as on_after_backward has replaced them. Where they are not finite at any scale, mask them in the loss, or"
+    " with Tensor.register_hook"
+)
+
+
 def _with_names(error: LossScaleFloorError, step: GradientStep) -> LossScaleFloorError:
     names = {id(p): name for name, p in step.plan.model.named_parameters()}
     shards = zip(step.epilogue.parameters, step.epilogue.shards, strict=True)
     bad = [names.get(id(p), "?") for p, shard in shards if not torch.isfinite(shard).all()]
     return LossScaleFloorError(
-        f"Step {step.plan.model.trainer.global_step}: {error} Non-finite gradients now: {', '.join(bad) or 'none'}."
+        f"Step {step.plan.model.trainer.global_step}: {error} Non-finite gradients now: {', '.join(bad) or _HIDDEN}."
     )

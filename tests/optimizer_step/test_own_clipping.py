@@ -143,6 +143,7 @@ class ClipsTokens(TokenModel):
         self.norms.append(float(torch.stack([g.norm() for g in gradients]).norm()))
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_over_ranks_and_in_a_weighted_window(strategy: str) -> None:
     """The whole gradient's norm is the limit, and the step that of one process with all micro-batches."""
