@@ -215,10 +215,8 @@ class StepOutcomeDispatcher:
         if self._idle_steps == IDLE_STEPS:
             rank_zero_warn(
                 f"The last {IDLE_STEPS} steps of {type(pending.optimizer).__name__} had no gradient, or zeros, at loss"
-                f" scale {outcome.loss_scale:g}: they trained nothing. If training_step or a hook clears or replaces"
-                " gradients that are not finite, leave that out: such steps are skipped, and the loss scale falls"
-                " until they are finite. If nothing does, the loss does not depend on these weights, or its gradients"
-                " are too small for fp16.",
+                f" scale {outcome.loss_scale:g}. Leave code out that clears or replaces non-finite gradients: such"
+                " steps are skipped until the scale has fallen far enough.",
                 category=RuntimeWarning,
             )
 
