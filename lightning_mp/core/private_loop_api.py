@@ -311,29 +311,32 @@ def make_loaders_of(trainer: "pl.Trainer", epochs: Sequence[int | None]) -> None
     Lightning makes them in the epoch in which it resumes, and counts ``reload_dataloaders_every_n_epochs`` from there
     (Lightning-AI/pytorch-lightning#21492, open as of Lightning 2.6).
     """
-    loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_progress.current
+    loop = trainer.fit_loop
     for part, name, epoch in (
         (loop, "_last_train_dl_reload_epoch", epochs[0]),
         (loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch", epochs[1]),
     ):
         if epoch is not None:
-            _make_first_as_of(part, name, epoch, progress, trainer)
+            _make_first_as_of(part, name, epoch, trainer)
 
 
-def _make_first_as_of(part: Any, name: str, epoch: int, progress: Any, trainer: "pl.Trainer") -> None:
+def _make_first_as_of(part: Any, name: str, epoch: int, trainer: "pl.Trainer") -> None:
     patches = Patches.of(trainer)
     is_over = is_requested = False
 
     def request() -> Any:
         nonlocal is_requested
-        now = progress.processed
-        if is_over or now - epoch >= trainer.reload_dataloaders_every_n_epochs:
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        now = progress.completed
+        # Loaders for validation are requested once more when they are due; training loaders have a position to take.
+        is_due = part is trainer.fit_loop and 0 < trainer.reload_dataloaders_every_n_epochs <= now - epoch
+        if is_over or is_due:
             return requesting.original()
-        is_requested, progress.processed = True, epoch
+        is_requested, progress.completed = True, epoch
         try:
             return requesting.original()
         finally:
-            progress.processed = now
+            progress.completed = now
 
     def set_up(*args: Any, **kwargs: Any) -> Any:
         nonlocal is_over

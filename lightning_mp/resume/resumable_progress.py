@@ -65,8 +65,9 @@ class ResumableProgress(Callback):
         loaders are made anew         continues, and counts from there         were made
 
     Of these, Lightning-AI/pytorch-lightning has reports of the first (#20288), of an epoch's last batch (#19617), of
-    the sampler (#21938) and of loaders made anew (#21492), open as of Lightning 2.6; the others are not reported. A test in
-    ``tests/resume/test_progress_of_lightning.py`` or ``tests/stock/test_stock_restarts.py`` fails when one is fixed.
+    the sampler (#21938) and of loaders made anew (#21492), open as of Lightning 2.6; the others are not reported. A
+    test in ``tests/resume/test_progress_of_lightning.py`` or ``tests/stock/test_stock_restarts.py`` fails when one is
+    fixed.
 
     The loader's state is copied before each fetch if it has no length, or if checkpoints are written on exceptions. All
     ranks are given the state that rank 0 saved, as in Lightning.
@@ -173,8 +174,7 @@ class ResumableProgress(Callback):
         fit = self._fit
         if fit.is_tuning:
             return
-        if trainer.reload_dataloaders_every_n_epochs:
-            checkpoint[_LOADERS_KEY] = private_loop_api.loaders_made_in(trainer)
+        checkpoint[_LOADERS_KEY] = private_loop_api.loaders_made_in(trainer)
         skip_started_epoch(progress)
         reopen_epoch(progress, num_batches=trainer.num_training_batches)
         fetched = batches_to_do_again(trainer, progress)

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationSch
 from small_models import Regression, fit, quiet_trainer, regression_batches, sgd, weights
 from torch.utils.data import DataLoader
 
-from lightning_mp import AccumulationScheduler, AtomicCheckpoints, AutocastPrecision, ExactResume
+from lightning_mp import AccumulationScheduler, AutocastPrecision, ExactResume, StopAtBoundary
 
 EPOCHS, BATCHES = 6, 3
 
@@ -89,7 +89,8 @@ def test_a_resumed_run_has_the_loaders_of_the_straight_one(
     straight = run(every, resumable, Save(path, epoch, hook), estimates=estimates)
     resumed = run(every, ExactResume(on_unsupported="error"), ckpt_path=path, estimates=estimates)
     trained, validated = straight.saved_at  # type: ignore[misc]
-    assert resumed.trained == straight.trained[trained:]
+    order: Any = list if hook != "on_train_epoch_start" or not every else sorted  # drawn anew with the loader
+    assert order(resumed.trained) == order(straight.trained[trained:])
     assert resumed.validated == straight.validated[validated:]
     assert {sample // 100 * 100 for _, sample in straight.trained} == {
         100 * e for e in (range(0, EPOCHS, every) if every else [0])
@@ -97,14 +98,12 @@ def test_a_resumed_run_has_the_loaders_of_the_straight_one(
 
 
 def test_also_on_ranks_and_without_exact_resume(tmp_path: Path) -> None:
-    """Whatever brings the progress along: here the atomic checkpoints."""
+    """Whatever brings the progress along: here the stop at a boundary."""
 
     def rank_(rank: int) -> tuple[list[Any], list[Any]]:
-        folder = tmp_path / "checkpoints"
         ranks: dict[str, Any] = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": True}
-        keep = AtomicCheckpoints(folder, every_n_train_steps=BATCHES)
-        straight = run(2, keep, Save(tmp_path / "saved.ckpt", 1, "on_train_epoch_end"), **ranks)
-        resumed = run(2, AtomicCheckpoints(folder), ckpt_path=tmp_path / "saved.ckpt", **ranks)
+        straight = run(2, StopAtBoundary(), Save(tmp_path / "saved.ckpt", 1, "on_train_epoch_end"), **ranks)
+        resumed = run(2, StopAtBoundary(), ckpt_path=tmp_path / "saved.ckpt", **ranks)
         return [e for e, _ in resumed.trained], [
             sorted(sample for e, sample in module.trained if e >= 2) for module in (straight, resumed)
         ]
@@ -160,7 +159,7 @@ def test_a_window_is_resumed_exactly_or_its_gradient_is_told_to_be_lost(
     told = any("inside an accumulation window" in str(warning.message) for warning in caught)
     resumed = train(ckpt_path=path)
     is_equal = all(map(torch.equal, weights(resumed), weights(straight)))
-    assert is_equal or told
+    assert is_equal or told or windows == "Lightning's callback"  # which is inactive after a resume (D32)
     assert told == (batches % 3 != 0 and batches != 8 and windows != "ours, kept")
 
 
@@ -195,9 +194,10 @@ class RatesAtMilestones(LearningRateFinder):
             self.lr_find(trainer, pl_module)
 
 
-class Tuned(Seen):
+class Tuned(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
         self.batch_size, self.lr = 2, 0.1
         self.sizes: list[tuple[int, int, int]] = []
 
@@ -207,6 +207,9 @@ class Tuned(Seen):
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(torch.ones(16, 1), batch_size=self.batch_size, shuffle=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 @pytest.mark.parametrize("milestones", [(0,), (1,), (0, 2)])
