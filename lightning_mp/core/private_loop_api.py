@@ -329,7 +329,7 @@ def _make_first_as_of(part: Any, name: str, epoch: int, trainer: "pl.Trainer") -
         progress: Any = trainer.fit_loop.epoch_progress.current
         now = progress.completed
         # Loaders for validation are requested once more when they are due; training loaders have a position to take.
-        is_due = part is trainer.fit_loop and 0 < trainer.reload_dataloaders_every_n_epochs <= now - epoch
+        is_due = part is trainer.fit_loop and 0 < vars(trainer)["reload_dataloaders_every_n_epochs"] <= now - epoch
         if is_over or is_due:
             return requesting.original()
         is_requested, progress.completed = True, epoch
