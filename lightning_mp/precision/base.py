@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -24,14 +24,17 @@ from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr, namespace_hint
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.modules.compiled_names import COMPILED_PREFIX
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of, with_wrapped
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
+from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE
 from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards
@@ -46,7 +49,7 @@ from lightning_mp.precision.optimizer_states import refuse_other_optimizers
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
 _PRECISION_KEY = "lightning_mp_precision"
-_REFERENCE_ITEMS_KEY = "lightning_mp_reference_items"
+_WEIGHTS_KEY = "lightning_mp_loss_weights"
 
 
 @dataclass(eq=False)
@@ -63,6 +66,8 @@ class PluginRun:
     plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
     planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
     gradients_before_backward: GradientsBeforeBackward = field(default_factory=dict)  # of manual optimization
+    stepped: Optimizer | None = None  # its gradients are freed before the next forward
+    weighs: bool = False  # micro-batches are weighed, or there is nothing to weigh
 
     @property
     def is_fit(self) -> bool:
@@ -76,7 +81,7 @@ class Carried:
 
     device_type: str | None = None  # of the last run; None before the first
     skipped_steps: int = 0  # of the fits so far
-    reference_items: float | None = None  # see `lightning_mp.accumulation.windows.AccumulationState`
+    loss_weights: dict[str, Any] | None = None  # see `AccumulationController.weights_state`
     policy_table: str = ""  # what a policy resolved to
     warned_about_rounding: bool = False  # of masters that Lightning's own plugins do not read
 
@@ -162,7 +167,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._in_run = run = self._begin_run(trainer)
         self._carry(device_type=trainer.strategy.root_device.type)
         Patches.of(trainer).at_end(self._end)
-        if self.weight_by is not None and run.is_fit:
+        run.weighs = self.weight_by is None
+        if not run.weighs and run.is_fit:
             self._weigh_micro_batches(trainer)
         return module
 
@@ -171,9 +177,23 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def _weigh_micro_batches(self, trainer: "pl.Trainer") -> None:
         """Where several make a step: in a window of accumulation, or on ranks with different data."""
-        several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1
+        scheduler = RunState.of(trainer).callback(GradientAccumulationScheduler)
+        several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1 or scheduler is not None
         if several and trainer.lightning_module.automatic_optimization:
+            self._run.weighs = True
             AccumulationController.weigh_by_loss(trainer)
+
+    def _weigh_from_here(self, trainer: "pl.Trainer") -> None:
+        """Accumulation begins inside of a fit: a callback has written ``trainer.accumulate_grad_batches``."""
+        module, self._run.weighs = trainer.lightning_module, True
+        if not module.automatic_optimization or AccumulationController.of(trainer) is not None:
+            return
+        controller = AccumulationController.weigh_by_loss(trainer)
+        if self._carried.loss_weights is not None:
+            controller.continue_from(self._carried.loss_weights)
+        controller.on_fit_start(trainer, module)
+        controller.on_train_start(trainer, module)
+        controller.on_train_batch_start(trainer, module, None, trainer.fit_loop.epoch_loop.batch_idx)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -214,8 +234,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def teardown(self) -> None:
         """Undoes all changes to other objects, whatever is raised; Lightning calls it also after exceptions."""
-        _explain_folder(sys.exception())
-        self._note_reference_items()
+        _explain_checkpoint(sys.exception())
+        self._note_loss_weights(settle=False)  # other ranks may have raised
         run, self._in_run = self._in_run, None
         with run.ends if run is not None else nullcontext():
             # Manual optimization updates the scale when the next batch begins, and there is none.
@@ -346,7 +366,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     ) -> None:
         """Runs the module's backward outside of autocast, also in manual optimization, with the policy in force."""
         with self.backward_context():
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            try:
+                super().backward(tensor, model, optimizer, *args, **kwargs)
+            except RuntimeError as error:
+                if self.scaler is not None and "returned nan values" in str(error):
+                    error.add_note(f"HINT: {ANOMALIES_UNDER_A_SCALE}")
+                raise
 
     # -- loss and step -------------------------------------------------------------------------------------------------
 
@@ -376,7 +401,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if plan.dispatcher is not None:
             # After the closure: by now the device is busy with this window's backward and the last step is long over.
             plan.dispatcher.flush_pending()
-        step = GradientStep(plan)
+        step = GradientStep(plan, has_loss=closure_result is not None or not model.automatic_optimization)
         if plan.may_evaluate:
             # In automatic optimization the closure enters the forward's context itself.
             context = nullcontext if model.automatic_optimization else self.forward_context
@@ -387,8 +412,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 output = step_or_skip(step, **kwargs)
             finally:
                 self._step = outer
+<<<<<<< HEAD
         if run is not None and run.backwards is not None:
             run.backwards.forget(optimizer)
+=======
+        if run is not None:
+            run.stepped = optimizer if plan.frees_gradients else None
+>>>>>>> main
         if run is not None and run.gradients_before_backward:
             left = run.gradients_before_backward
             run.gradients_before_backward = {o: those for o, those in left.items() if o is not optimizer}
@@ -421,9 +451,17 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
 
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
-        """The forward context; a batch of manual optimization begins here, and the last one's scale update is made."""
-        context = self.forward_context()
-        self._update_scale(self._in_run)
+        """The forward context; the last step's gradients end here, and in manual optimization its scale is updated."""
+        context, run = self.forward_context(), self._in_run
+        self._update_scale(run)
+        if run is not None and run.stepped is not None:
+            # Lightning clears them after the forward: 4 bytes per parameter at its peak. Hooks until now may read them.
+            for group in run.stepped.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            run.stepped = None
+        if run is not None and not run.weighs and run.trainer.accumulate_grad_batches != 1 and run.is_fit:
+            self._weigh_from_here(run.trainer)
         return context
 
     def _update_scale(self, run: PluginRun | None) -> None:
@@ -487,9 +525,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 " converted, so results differ from those of that run."
             )
         controller = AccumulationController.of(run.trainer)
-        reference = checkpoint.get(_REFERENCE_ITEMS_KEY)
-        if controller is not None and reference is not None:
-            controller.continue_from(float(reference))
+        weights = checkpoint.get(_WEIGHTS_KEY)
+        self._carry(loss_weights=weights)
+        if controller is not None and weights is not None:
+            controller.continue_from(weights)
         if run.dispatcher is not None:
             run.dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
@@ -511,18 +550,18 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._carry(skipped_steps=dispatcher.skipped_steps)
         checkpoint[_SKIPPED_STEPS_KEY] = self._carried.skipped_steps
         checkpoint[_PRECISION_KEY] = str(self.precision)
-        self._note_reference_items()
-        if self._carried.reference_items is not None:
-            checkpoint[_REFERENCE_ITEMS_KEY] = self._carried.reference_items
+        self._note_loss_weights(settle=True)
+        if self._carried.loss_weights is not None:
+            checkpoint[_WEIGHTS_KEY] = self._carried.loss_weights
         state = self.state_dict()
         if state:
             for key in _STOCK_STATE_KEYS:
                 checkpoint[key] = state
 
-    def _note_reference_items(self) -> None:
+    def _note_loss_weights(self, *, settle: bool) -> None:
         controller = AccumulationController.of(self._in_run.trainer) if self._in_run is not None else None
         if controller is not None:
-            self._carry(reference_items=controller.state.reference_items)
+            self._carry(loss_weights=controller.weights_state(settle=settle))
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without a scaler."""
@@ -535,8 +574,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self.scaler.load_state_dict(state_dict)
 
 
-def _explain_folder(error: BaseException | None) -> None:
-    """Lightning reads a checkpoint as a file before any plugin or callback can see which one it is."""
+def _explain_checkpoint(error: BaseException | None) -> None:
+    """Lightning reads a checkpoint, and loads its weights, before it calls any plugin."""
+    if isinstance(error, RuntimeError) and "loading state_dict" in str(error) and COMPILED_PREFIX in str(error):
+        error.add_note(
+            f"HINT: torch.compile(module) puts '{COMPILED_PREFIX}' into names. Add ExactResume() to the callbacks: it"
+            " translates them on load, or compile in place with module.compile(), which changes no name."
+        )
     if isinstance(error, IsADirectoryError) and error.filename is not None:
         error.add_note(
             f"HINT: {str(error.filename)!r} is a folder, as FSDP2Strategy writes it. Make a single file of it"

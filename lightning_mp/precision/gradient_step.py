@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.accumulation.boundary import repeated_losses
@@ -21,6 +22,7 @@ from lightning_mp.gradients.fused_optimizers import (
     momentum_is_missing,
     one_mesh_per_group,
 )
+from lightning_mp.gradients.old_gradients import needs_old_gradients
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.optimizer_step.bypassed_steps import found_by_unscaling
 from lightning_mp.optimizer_step.closures import StepClosure, evaluates_its_closure_once
@@ -28,7 +30,11 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+<<<<<<< HEAD
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards, unscaled_gradients
+=======
+from lightning_mp.tokens.counter import LOSSES
+>>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class StepPlan:
     epilogue: Callable[..., GradientEpilogue]  # creates the epilogue of a step from the loss scale
     in_kernel: bool  # the optimizer's own kernel multiplies gradients, and skips
     may_evaluate: bool  # the optimizer may evaluate the loss itself
+    frees_gradients: bool  # before the next forward, which Lightning lets them live through
 
     @classmethod
     def of(
@@ -57,17 +64,25 @@ class StepPlan:
         epilogue_type: Callable[..., GradientEpilogue],
     ) -> Self:
         """Call it on all ranks. ``epilogue_type`` is :class:`GradientEpilogue`, or takes the same arguments."""
+        trainer = model.trainer
         return cls(
             optimizer,
             model,
             plugin,
             getattr(plugin, "scaler", None),
             dispatcher,
+<<<<<<< HEAD
             backwards,
             AccumulationController.of(model.trainer),
             partial(epilogue_type, optimizer, ranks=gradient_replication(model.trainer), device=model.device),
+=======
+            AccumulationController.of(trainer),
+            partial(epilogue_type, optimizer, ranks=gradient_replication(trainer), device=model.device),
+>>>>>>> main
             in_kernel=applies_grad_scale(optimizer),
             may_evaluate=not evaluates_its_closure_once(type(optimizer)),
+            frees_gradients=model.automatic_optimization
+            and not needs_old_gradients(private_api.callbacks_of(trainer), model, optimizer),
         )
 
     def loss_scale(self) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
@@ -90,8 +105,10 @@ class GradientStep:
 
     plan: StepPlan
     epilogue: GradientEpilogue = field(init=False)  # of the gradients of the last evaluation
+    has_loss: bool = True  # the last micro-batch had one on this rank
     closure: StepClosure | None = None  # for an optimizer that may evaluate the loss itself; None for those that do not
     is_stepping: bool = False  # the optimizer's own `step` is running
+    has_no_items: Tensor | None = None  # no micro-batch of the window had a loss on any rank
     _gradients_may_have_changed: bool = False
     _clips_last: bool = False  # Lightning's own hook clips, after which nothing looks at gradients
 
@@ -140,6 +157,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
 
     # Decide and plan: from here on every rank knows whether the step is skipped, and the factor for its gradients.
     normalisation = controller.close_window(totals) if controller is not None else None
+    step.has_no_items = totals[LOSSES] == 0 if totals is not None and trainer.world_size > 1 else None
     by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE
     epilogue.plan(normalisation, limit if by_norm else None)
 
@@ -172,7 +190,9 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     # An optimizer that evaluates the loss between two changes of the weights needs final gradients, not a factor.
     in_kernel = plan.in_kernel and (step.closure is None or plan.scaler is not None)
     items = _make_ready(step, in_kernel=in_kernel)
-    epilogue = step.epilogue
+    epilogue, overflow = step.epilogue, step.epilogue.found_inf
+    if step.has_no_items is not None:
+        epilogue.found_inf = torch.maximum(overflow, step.has_no_items.to(overflow))
 
     # Step or skip: the host waits for the decision, unless the optimizer's kernel takes it.
     on_device = in_kernel and not momentum_is_missing(optimizer)
@@ -192,9 +212,10 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
 
     # Report.
     if plan.dispatcher is not None:
-        report = StepReport(
-            epilogue.found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms
-        )
+        found_inf = epilogue.found_inf
+        if not step.has_loss and not epilogue.parameters and not epilogue.anyone_has_gradients():
+            found_inf = torch.ones_like(found_inf)  # there was nothing to step with
+        report = StepReport(found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms)
         plan.dispatcher.record(optimizer, report, flush_now=not on_device)
 
     # Update the scale: once per batch. In manual optimization the batch may hold more steps, so it waits for the next.
@@ -203,7 +224,8 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     if not epilogue.parameters and not epilogue.anyone_has_gradients():
         private_api.forget_optimizers(plan.scaler, [optimizer])
         return output
-    private_api.record_found_inf(plan.scaler, optimizer, epilogue.found_inf)
+    found_inf = overflow if step.has_no_items is not None else epilogue.found_inf
+    private_api.record_found_inf(plan.scaler, optimizer, found_inf)
     if plan.model.automatic_optimization:
         try:
             plan.scaler.update()
@@ -223,7 +245,9 @@ def _evaluate_again(
     """
     controller = step.plan.controller
     if controller is not None and controller.weighting is not None:
-        raise repeated_losses([step.plan.optimizer])
+        if not controller.settings.follows_trainer:
+            raise repeated_losses([step.plan.optimizer])
+        controller.weigh_equally(f"{type(step.plan.optimizer).__name__} evaluates the loss again inside of a step")
     torch.clear_autocast_cache()
     with context():
         result = closure()
