@@ -412,13 +412,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 output = step_or_skip(step, **kwargs)
             finally:
                 self._step = outer
-<<<<<<< HEAD
-        if run is not None and run.backwards is not None:
-            run.backwards.forget(optimizer)
-=======
         if run is not None:
             run.stepped = optimizer if plan.frees_gradients else None
->>>>>>> main
+            if run.backwards is not None:
+                run.backwards.forget(optimizer)
         if run is not None and run.gradients_before_backward:
             left = run.gradients_before_backward
             run.gradients_before_backward = {o: those for o, those in left.items() if o is not optimizer}

@@ -30,11 +30,8 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
-<<<<<<< HEAD
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards, unscaled_gradients
-=======
 from lightning_mp.tokens.counter import LOSSES
->>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -71,14 +68,9 @@ class StepPlan:
             plugin,
             getattr(plugin, "scaler", None),
             dispatcher,
-<<<<<<< HEAD
             backwards,
-            AccumulationController.of(model.trainer),
-            partial(epilogue_type, optimizer, ranks=gradient_replication(model.trainer), device=model.device),
-=======
             AccumulationController.of(trainer),
             partial(epilogue_type, optimizer, ranks=gradient_replication(trainer), device=model.device),
->>>>>>> main
             in_kernel=applies_grad_scale(optimizer),
             may_evaluate=not evaluates_its_closure_once(type(optimizer)),
             frees_gradients=model.automatic_optimization
