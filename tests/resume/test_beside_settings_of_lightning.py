@@ -83,7 +83,7 @@ def run(every: int, *callbacks: Any, ckpt_path: Any = None, estimates: bool = Fa
 def test_a_resumed_run_has_the_loaders_of_the_straight_one(
     every: int, epoch: int, hook: str, estimates: bool, tmp_path: Path
 ) -> None:
-    """#21492: Lightning makes them in the epoch in which it resumes, and counts from there."""
+    """D66, #21492: Lightning makes them in the epoch in which it resumes, and counts from there."""
     path = tmp_path / "saved.ckpt"
     resumable = ExactResume(on_unsupported="error")
     straight = run(every, resumable, Save(path, epoch, hook), estimates=estimates)
