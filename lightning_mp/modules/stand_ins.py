@@ -7,6 +7,7 @@ from copy import deepcopy
 from itertools import chain
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode

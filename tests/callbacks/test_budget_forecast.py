@@ -1,6 +1,5 @@
 """BudgetForecast: the law is fed with the right pairs of tokens and losses, and what comes of it is told."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,6 @@ import lightning.pytorch as pl
 import pytest
 import small_models
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import ResumableLoader, TokenModel, adamw, token_batches
 
@@ -92,37 +90,8 @@ def test_points_survive_a_resume(tmp_path: Path) -> None:
     "ignore:ChinchillaBudget. max_steps=.* ends before the budget|ChinchillaBudget. the run ended after"
 )
 def test_a_loss_that_nobody_logs_is_told_of() -> None:
-    with pytest.warns(UserWarning, match=r"BudgetForecast\('loss'\) saw no loss: the module logs .*train/loss"):
+    with pytest.warns(UserWarning, match=r"BudgetForecast\('loss'\) sees no loss: the module logs .*train/loss"):
         fit(BudgetForecast("loss"), max_steps=4)
-
-
-class StepsAtWarnings(Callback):
-    """The optimizer step at which a warning about the loss came."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.steps: list[int] = []
-        monkeypatch.setattr(warnings, "showwarning", lambda message, *_: self._hear(str(message)))
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.trainer = trainer
-
-    def _hear(self, message: str) -> None:
-        if "saw no loss" in message:
-            self.steps.append(self.trainer.global_step)
-
-
-@pytest.mark.filterwarnings(
-    "default:BudgetForecast.*saw no loss",
-    "ignore:ChinchillaBudget. max_steps=.* ends before the budget|ChinchillaBudget. the run ended after",
-)
-@pytest.mark.parametrize(("every_n_steps", "told_at"), [(2, [2]), (3, [3]), (100, [6])])
-def test_a_wrong_name_is_told_of_once_at_the_first_look(
-    every_n_steps: int, told_at: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not after the whole budget is spent, unless there was no look before."""
-    heard = StepsAtWarnings(monkeypatch)
-    fit(BudgetForecast("loss", every_n_steps=every_n_steps), heard, max_steps=6)
-    assert heard.steps == told_at
 
 
 def test_without_a_budget_in_tokens_there_is_nothing_to_forecast() -> None:
