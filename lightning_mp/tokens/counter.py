@@ -125,7 +125,7 @@ class TokenCounter:
         return self.samples if self._unread else self.samples - self.last_window_samples
 
     def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> HostCopy:
-        """Takes the totals of a window, summed over all ranks, and reads what is there: on a CPU these, else those before."""
+        """Takes the totals of a window, summed over all ranks; on a CPU they are read at once, else one window late."""
         self.flush_pending()
         copy = HostCopy(totals)
         self._unread.append(_Unread(copy, micro_batches, repeated))
