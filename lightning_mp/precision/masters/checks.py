@@ -49,8 +49,7 @@ def check_strategy(strategy: Strategy, *, storage: str, fp32_gradients: bool) ->
     if fp32_gradients and isinstance(strategy, DDPStrategy):
         raise MisconfigurationException(
             f"MasterWeightsPrecision(fp32_gradients=True) cannot be used with {name}, which reduces gradients over"
-            " ranks in the dtype of the 16-bit copies. Leave it out, or use FSDP2Strategy, which reduces and accumulates"
-            " in fp32."
+            " ranks in the dtype of the 16-bit copies. Leave it out, or use FSDP2Strategy, which adds in fp32."
         )
 
 

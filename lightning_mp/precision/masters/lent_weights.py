@@ -151,8 +151,8 @@ class LentWeights:
 
         Without ``cast`` they are what they were: for what activation checkpoints compute again.
         """
-        places, loans = self._places_of(root)
         with private_api.without_function_modes():  # a policy's mode sees each access to a tensor's attributes
+            places, loans = self._places_of(root)
             if cast:
                 self._cast_again(loans)
             put = self._put_in_place(root, places)
@@ -169,7 +169,8 @@ class LentWeights:
     @contextmanager
     def returned(self, module: nn.Module) -> Iterator[None]:
         """A module inside of another one has its fp32 parameters again."""
-        places = [place for place in self._places_of(module)[0] if place[0][place[1]] is not place[2].parameter]
+        with private_api.without_function_modes():
+            places = [place for place in self._places_of(module)[0] if place[0][place[1]] is not place[2].parameter]
         copies = [held[key] for held, key, _ in places]
         for held, key, loan in places:
             held[key] = loan.parameter
@@ -213,7 +214,7 @@ class LentWeights:
                 for loan, version in zip(loans, versions, strict=True)
             ]
         weights: list[Tensor] = [loan.parameter for loan in loans]
-        if any(loan.is_sharded for loan in loans):
+        if [loan for loan in loans if loan.is_sharded]:
             into, weights = [local_shard(t) for t in into], [local_shard(t) for t in weights]
         private_api.foreach_copy_(into, weights)
         window = self.window if self.is_trusted else -1
