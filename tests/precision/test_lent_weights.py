@@ -264,13 +264,13 @@ def test_steps_use_weights_and_modules_in_any_way(kind: type[Fitted]) -> None:
 
 
 def test_code_that_turns_autocast_off_computes_with_fp32_weights() -> None:
-    """Inside of a module, and around one; equal to the same with a policy for that module."""
+    """Inside of a module, and around one; with 16-bit gradients where the weight is lent elsewhere."""
     ends = []
     for policy in ({"*exact": "fp32", "op:losses": "fp32"}, {"op:losses": "fp32"}):
         module = Fitted(InFp32)
         fit(module, plugin=master_weights(weight_by=None, policy=policy))
-        ends.append(weights(module))
-    assert same(*ends)
+        ends.append(module)
+    assert farthest(*ends) < 1e-3
 
     class Around(Fitted):
         def out(self, x: Tensor) -> Tensor:
