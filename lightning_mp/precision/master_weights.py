@@ -1,6 +1,6 @@
 """fp32 weights that modules compute with in 16 bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +40,7 @@ from lightning_mp.precision.masters.fp32_steps import Fp32Steps
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
 from lightning_mp.precision.masters.lent_weights import LentWeights
 from lightning_mp.precision.masters.weights_in_float32 import (
+    averages_of,
     kept_in_float32,
     widen_trained_weights,
     with_exact_parametrizations,
@@ -56,7 +57,8 @@ class MasterWeightsRun(PluginRun):
     lent: LentWeights | None = None  # None under FSDP, which gathers 16-bit copies of fp32 shards itself
     gradients: Fp32Gradients = field(default_factory=Fp32Gradients)
     steps: dict[Optimizer, Fp32Steps] = field(default_factory=dict)
-    half_range: HalfRange | None = None  # of fp16 weights that are trained
+    half_range: HalfRange | None = None  # of weights of which there are fp16 copies
+    in_16_bit: Collection[Tensor] = ()  # weights that are computed with in 16 bit
 
 
 class MasterWeightsPrecision(GradientStepPrecision):
@@ -203,8 +205,11 @@ class MasterWeightsPrecision(GradientStepPrecision):
         in_float32 = kept_in_float32(module, policy, self.dtype)
         autocast = AutocastRun(module, device_type, self.dtype, eval_dtype=self.dtype, policy=policy)
         self._start_autocast(autocast, announced=self._announces_policy)
-        widen_trained_weights(module)
+        widen_trained_weights(module, copies=averages_of(run.trainer))
         check_half_range(module, self.dtype, in_float32)
+        run.in_16_bit = {
+            p for part in module.modules() if part not in in_float32 for p in part.parameters(recurse=False)
+        }
         if self._is_gathered_in_16_bit(module):
             return module
         if self.storage != "fp32":
@@ -260,8 +265,6 @@ class MasterWeightsPrecision(GradientStepPrecision):
         run.steps = {o: steps for o, steps in run.steps.items() if o in run.trainer.optimizers}
         run.steps[optimizer] = steps = Fp32Steps(optimizer, run.gradients)
         run.ends.callback(steps.remove)
-        if run.half_range is not None:
-            run.ends.callback(optimizer.register_step_post_hook(run.half_range.clamp_).remove)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -326,7 +329,10 @@ class MasterWeightsPrecision(GradientStepPrecision):
         if run.lent is not None:
             run.lent.refuse_gradients_of_leaves()
         try:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+            result = super().optimizer_step(optimizer, model, closure, **kwargs)
+            if run.half_range is not None:
+                run.half_range.clamp_([p for g in optimizer.param_groups for p in g["params"] if p in run.in_16_bit])
+            return result
         finally:
             for steps in run.steps.values():
                 steps.gather_blocks()

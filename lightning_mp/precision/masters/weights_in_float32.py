@@ -1,15 +1,18 @@
 """Which weights are fp32, and which modules compute with them as they are."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import ParametrizationList
 
+from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.messages import listed
 from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.modules.names import named_modules
@@ -50,12 +53,23 @@ def with_exact_parametrizations(policy: PrecisionPolicy | None, module: nn.Modul
     return PrecisionPolicy([(ParametrizationList, "fp32"), *(policy.rules if policy is not None else ())])
 
 
-def widen_trained_weights(module: nn.Module) -> None:
-    """Trainable weights that were loaded in 16 bit become fp32."""
+def averages_of(trainer: "pl.Trainer") -> list[nn.Module]:
+    """The copies of the model that Lightning's averaging callbacks have made before its set-up."""
+    averaging = StochasticWeightAveraging | WeightAveraging
+    callbacks = [callback for callback in private_api.callbacks_of(trainer) if isinstance(callback, averaging)]
+    copies = [private_loop_api.average_model_of(callback) for callback in callbacks]
+    return [getattr(copied, "module", copied) for copied in copies if copied is not None]
+
+
+def widen_trained_weights(module: nn.Module, copies: Iterable[nn.Module] = ()) -> None:
+    """Trainable weights that were loaded in 16 bit become fp32, in copies of the model as well."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES]
     if not named:
         return
     widen_([parameter for _, parameter in named])
+    for copied in copies:
+        own = dict(copied.named_parameters())
+        widen_([own[name] for name, _ in named])
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.to(next(unit.parameters()).device)  # changes nothing, but lets FSDP2 find what was put in place
