@@ -313,7 +313,6 @@ def test_a_device_without_autocast_is_refused(monkeypatch: pytest.MonkeyPatch) -
         train(module=module, precision="16-true")
     assert asked == [("cpu", torch.float16)]
     assert {p.dtype for p in module.parameters()} == {torch.float32}
-    train(None, data=batches())
 
 
 def test_an_operation_that_autocast_leaves_alone_gets_a_hint() -> None:
