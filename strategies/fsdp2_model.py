@@ -26,8 +26,8 @@ from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
+from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.precision.master_weights import MasterWeightsPrecision
-from lightning_mp.precision.masters.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
 #: Methods of a LightningModule that begin with a forward.

@@ -26,6 +26,7 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike, PrecisionPolicy
+from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.precision.autocast_context import AutocastRun, warn_about_emulated_bf16
 from lightning_mp.precision.base import GradientStepPrecision, PluginRun
 from lightning_mp.precision.masters.checks import (
@@ -39,12 +40,7 @@ from lightning_mp.precision.masters.fp32_gradients import Fp32GradientEpilogue, 
 from lightning_mp.precision.masters.fp32_steps import Fp32Steps
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
 from lightning_mp.precision.masters.lent_weights import LentWeights
-from lightning_mp.precision.masters.weights_in_float32 import (
-    averages_of,
-    kept_in_float32,
-    widen_trained_weights,
-    with_exact_parametrizations,
-)
+from lightning_mp.precision.masters.widened_weights import averages_of, widen_trained_weights
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision

@@ -171,7 +171,8 @@ def estimate_memory(
     """
     row = find_precision(precision)
     _check(module, strategy, ranks, units, device_type)
-    rules = policy if policy is not None else getattr(precision, "policy", None)
+    of_name = PrecisionPolicy.default() if row.master_bytes and isinstance(precision, str) else None
+    rules = policy if policy is not None else getattr(precision, "policy", of_name)
     if rules is not None and not (row.autocast or row.master_bytes):
         raise ValueError(f"`policy` needs a precision that has one, got {row.name!r}. Use bf16-mixed, or leave it out.")
     samples = simulate_step(
