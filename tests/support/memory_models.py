@@ -273,14 +273,14 @@ class Measured(pl.Callback):
 
     @staticmethod
     def _held(trainer: Any, module: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
-        masters = getattr(trainer.precision_plugin, "_masters", None)
-        store = masters.store if masters is not None else None
+        lent = getattr(trainer.precision_plugin, "_lent", None)
+        copies = {id(loan.parameter): loan.copy for loan in lent.loans} if lent is not None else {}
         states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
         return {
-            "weights": [p.detach() for p in module.parameters()],
+            "weights": [copies.get(id(p), p).detach() for p in module.parameters()],
             "buffers": list(module.buffers()),
             "gradients": [p.grad for p in module.parameters() if p.grad is not None],
-            "masters": [kept.detach() for kept in store._kept.values()] if store is not None else [],
+            "masters": [p.detach() for p in module.parameters() if id(p) in copies],
             "optimizer states": list(tensors_in(states)),
             "batch": list(tensors_in(batch)),
         }
