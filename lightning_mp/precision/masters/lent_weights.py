@@ -376,10 +376,9 @@ class LentWeights:
         if direct:
             names = listed([name for name, parameter in self._model.named_parameters() if parameter in direct])
             raise RuntimeError(
-                f"MasterWeightsPrecision under DDP: {names} was used outside of a module's forward (a penalty on"
-                " weights, a functional call, a method), where its gradient is not averaged over ranks. Use it in a"
-                " forward, keep its module in fp32 by a policy, policy={'name.of.module': 'fp32'}, or use"
-                " FSDP2Strategy or AutocastPrecision."
+                f"MasterWeightsPrecision under DDP: {names} was used outside of a module's forward, where its gradient"
+                " is not averaged over ranks. Use it in a forward, keep its module in fp32 with"
+                " policy={'name.of.module': 'fp32'}, or use FSDP2Strategy or AutocastPrecision."
             )
         private_api.move_gradients([leaf for _, leaf in pairs], [parameter for parameter, _ in pairs], hooks=False)
 
