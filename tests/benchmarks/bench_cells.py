@@ -405,7 +405,7 @@ def float8_cells(workload: Workload) -> list[Cell]:
             workload,
             f"ours, fp8 {recipe}",
             "fp8-mixed",
-            _ours(partial(Float8Precision, recipe)),
+            _ours(partial(Float8Precision, recipe, skip_small=False)),
             beside="bf16-mixed",
             error=missing,
         )

@@ -19,7 +19,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=64.0)),
     "masters": lambda: MasterWeightsPrecision("bf16-true"),
     "masters-fp16": lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=64.0)),
-    "fp8": lambda: Float8Precision(emulate=True, skip_first_and_last=False),
+    "fp8": lambda: Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False),
 }
 
 
