@@ -271,8 +271,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def backward_context(self) -> Iterator[None]:
         """Activation checkpoints compute again with the copies of their forward."""
         lent = self._lent
-        lending = lent.lending(self._run.trainer.lightning_module, cast=False) if lent is not None else nullcontext()
-        with super().backward_context(), lending:
+        with super().backward_context(), lent.recomputing() if lent is not None else nullcontext():
             yield
 
     def backward(  # type: ignore[override]
