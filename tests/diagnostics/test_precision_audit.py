@@ -36,8 +36,12 @@ RUNS: dict[str, tuple[Any, str, str]] = {
     "autocast 16": (lambda: {"plugins": [AutocastPrecision("16-mixed", scaler=scaler())]}, "fp16", "fp32"),
     "autocast bf16": (lambda: {"plugins": [AutocastPrecision("bf16-mixed")]}, "bf16", "fp32"),
     "policy": (lambda: {"plugins": [AutocastPrecision("bf16-mixed", policy=PrecisionPolicy(POLICY))]}, "bf16", "fp32"),
-    "masters bf16": (lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]}, "bf16", "bf16"),
-    "masters 16": (lambda: {"plugins": [MasterWeightsPrecision("16-true", scaler=scaler())]}, "fp16", "fp16"),
+    "masters bf16": (lambda: {"plugins": [MasterWeightsPrecision("bf16-true", policy=None)]}, "bf16", "fp32"),
+    "masters 16": (
+        lambda: {"plugins": [MasterWeightsPrecision("16-true", scaler=scaler(), policy=None)]},
+        "fp16",
+        "fp32",
+    ),
 }
 
 
