@@ -77,6 +77,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch._C, "DisableTorchFunctionSubclass", "calls torch for a subclass of Tensor, while modes stay on"),
     (torch.Tensor, "_make_wrapper_subclass", "a tensor of which this rank has a part only"),
     (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
+    (torch.distributed.tensor, "_utils", "where in the whole tensor the part of a rank begins"),
     (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
     (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),

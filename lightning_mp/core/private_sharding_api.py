@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, _utils
 
 
 def sharding_groups(unit: object) -> list[Any]:
@@ -150,6 +151,12 @@ def set_up_environment_on(strategy: ModelParallelStrategy, make_mesh: Callable[[
     assert strategy.lightning_module is not None
     strategy.lightning_module._device_mesh = mesh
     return mesh
+
+
+def first_element_of_shard(tensor: DTensor) -> tuple[int, ...]:
+    """Where in the whole tensor this rank's part of it begins, along each dimension."""
+    offsets = _utils.compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+    return tuple(offsets)
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:

@@ -10,8 +10,8 @@ bit, in 2 + 2 bytes instead of 2 + 4.
     rest  = m - (high << 16)          in [-0x8000, 0x7fff]: 16 bits
     |x|   = (high << 16) + rest
 
-The rest of a tie, 0x8000 of 16 bits, is negative, so ties go away from zero: to even, they would need 17 bits. All other
-numbers round as ``x.to(torch.bfloat16)`` does. Finite numbers, both zeros and both infinities return to the bit,
+The rest of a tie, 0x8000 of 16 bits, is negative, so ties go away from zero: to even, they would need 17 bits. All
+other numbers round as ``x.to(torch.bfloat16)`` does. Finite numbers, both zeros and both infinities return to the bit,
 subnormal numbers too; a nan returns as a nan.
 
 In 2 + 1 bytes, ``m`` is first rounded to a multiple of 256: 1 sign bit, 8 of the exponent and 15 of the fraction. The
