@@ -95,8 +95,9 @@ def matrices_and_rest(
         >>> net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 10))
         >>> [name for name, _ in matrices_and_rest(net).matrices]
         ['1.weight']
-        >>> matrices, _ = matrices_and_rest(net, split={"1": 2})
-        >>> optimizer = torch.optim.Muon(matrices)  # in a JointOptimizer, beside one for the rest
+        >>> groups, _ = matrices_and_rest(net, split={"1": 2})
+        >>> [[name for name, _ in group["params"]] for group in groups]
+        [['1.weight']]
     """
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     asked = {name for name, _ in trainable if _matches(name, matrices)}
