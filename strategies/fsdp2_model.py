@@ -26,6 +26,8 @@ from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
+from lightning_mp.precision.master_weights import MasterWeightsPrecision
+from lightning_mp.precision.masters.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
 #: Methods of a LightningModule that begin with a forward.
@@ -49,6 +51,19 @@ def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch
     """
     resolved = policy.resolve(model) if policy is not None else None
     decided = {module.name: module for module in resolved.modules} if resolved is not None else {}
+
+    def dtype_of(name: str, part: nn.Module) -> Dtype:
+        ruled = decided.get(name)
+        if resolved is not None and ruled is not None and resolved.deciding_rule(ruled) is not None:
+            asked = resolved.compute_dtype(ruled)
+            return torch.float32 if asked == LOW and _is_norm(part) else asked
+        return LOW if _is_product(part) else torch.float32
+
+    return _gathered(model, dtype_of)
+
+
+def _gathered(model: nn.Module, dtype_of: Callable[[str, nn.Module], Dtype]) -> ResolvedPolicy:
+    """The dtypes of modules' own weights, as a policy; a weight that several share with different dtypes is fp32."""
     by_parameter: dict[int, list[str]] = {}
     dtypes: dict[str, Dtype] = {}
     modules: dict[str, nn.Module] = {}
@@ -56,12 +71,7 @@ def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch
         if any(module is other for other in modules.values()):
             continue
         modules[name] = module
-        ruled = decided.get(name)
-        if resolved is not None and ruled is not None and resolved.deciding_rule(ruled) is not None:
-            asked = resolved.compute_dtype(ruled)
-            dtypes[name] = torch.float32 if asked == LOW and _is_norm(module) else asked
-        else:
-            dtypes[name] = LOW if _is_product(module) else torch.float32
+        dtypes[name] = dtype_of(name, module)
         for parameter in module.parameters(recurse=False):
             by_parameter.setdefault(id(parameter), []).append(name)
     for names in by_parameter.values():
@@ -150,8 +160,9 @@ def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precis
         low = None  # what is gathered in 16 bit could not be evaluated in fp32
     if low is not None and precision.endswith("-mixed"):
         return sharding_units(gathered_dtypes(module, policy, low), names, low)
-    if low is not None and policy is not None:
-        return sharding_units(policy.resolve(module), names, low)
+    if low is not None and isinstance(plugin, MasterWeightsPrecision):
+        kept = kept_in_float32(module, with_exact_parametrizations(policy, module), low)
+        return sharding_units(_gathered(module, lambda _, part: torch.float32 if part in kept else LOW), names, low)
     in_own_dtype = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     inner_first = sorted(names, key=lambda name: -(name.count(".") + 1 if name else 0))
     return [ShardingUnit((name,), in_own_dtype) for name in inner_first]

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
 _OPTIMIZER_MODULE: Any = sys.modules[Optimizer.__module__]
+_A_MODULE = torch.nn.Identity()  # modules make these attributes in their constructor
 
 #: (owner, private name, why it is needed)
 PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
@@ -82,7 +83,11 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
     (torch.nn.utils.parametrizations, "_Orthogonal", "a weight that needs matrix decompositions, which are fp32 only"),
-    (torch.nn.Module, "_compiled_call_impl", "shows that a module was compiled in place"),
+    (torch.nn.Module, "_compiled_call_impl", "shows that a module was compiled in place; what calls it is asked first"),
+    (torch.nn.Module, "_call_impl", "a module's own call, below what is asked first"),
+    (_A_MODULE, "_parameters", "where modules find their weights"),
+    (_A_MODULE, "_modules", "shows what torch.compile has put around a module"),
+    (torch.nn.RNNBase, "_init_flat_weights", "makes the list in which recurrent layers find their weights, too"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (automatic, "_AutomaticOptimization", "the loop of the next name"),
@@ -152,6 +157,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """:func:`version_of` each, without a call for each."""
+    return [tensor._version for tensor in tensors]
+
+
 def memory_of(tensor: Tensor) -> int:
     """A number of the memory that a tensor lies in."""
     return int(tensor.untyped_storage()._cdata)
@@ -207,7 +217,7 @@ _observing = _ObservingThread()
 
 def holds_compiled_code(module: torch.nn.Module) -> bool:
     """Whether torch.compile was called on a module, or on a method or function that it holds."""
-    if module._compiled_call_impl is not None:
+    if compiled_call_of(module) is not None:
         return True
     own = [*vars(module).values(), *vars(type(module)).values()]
     return any(
@@ -394,10 +404,80 @@ def replace_clipping(plugin: Precision, replacement: Callable[..., None]) -> Pat
 
 def is_compiled(module: "pl.LightningModule") -> bool:
     """Whether torch.compile was called on the module or a submodule: whole, in place or as a wrapper."""
-    return getattr(module, "_compiler_ctx", None) is not None or any(
-        inner._compiled_call_impl is not None or name.rpartition(".")[2] == "_orig_mod"
-        for name, inner in module.named_modules()
-    )
+    return has_compiled_steps(module) or any(map(is_compiled_module, module.modules()))
+
+
+def has_compiled_steps(module: torch.nn.Module) -> bool:
+    """Whether torch.compile was called on a LightningModule, which compiles its steps."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether a module was compiled in place, or is what torch.compile puts around another one."""
+    return compiled_call_of(module) is not None or "_orig_mod" in module._modules
+
+
+def compiled_call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` has made of the module's call; None if it was not compiled in place."""
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call.compiled if isinstance(call, InterceptedCall) else call
+
+
+class InterceptedCall:
+    """Is called in the place of a module's own call, until :meth:`remove`; subclasses define ``__call__``.
+
+    ``Module.__call__`` asks for a compiled call first, and finds this. torch.compile never traces it, and copies and
+    pickles of the module leave it out.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        below = vars(module).get("_compiled_call_impl")
+        self.compiled: Callable[..., Any] | None = below.compiled if isinstance(below, InterceptedCall) else below
+        self._below = below
+        #: The call that it replaces.
+        self.call: Callable[..., Any] = below if below is not None else module._call_impl
+        vars(module)["_compiled_call_impl"] = self
+
+    def remove(self) -> None:
+        """Puts back what was there, unless the module was compiled since."""
+        if vars(self.module).get("_compiled_call_impl") is self:
+            del self.module._compiled_call_impl
+            if self._below is not None:
+                vars(self.module)["_compiled_call_impl"] = self._below
+
+
+def places_of_weights(module: torch.nn.Module) -> list[tuple[Any, Any, torch.nn.Parameter]]:
+    """Where a module finds its own weights: a dictionary or a list, the key in it, and the weight."""
+    own: dict[str, torch.nn.Parameter | None] = module._parameters
+    flat = vars(module).get("_flat_weights") or []
+    places = [(own, key, p) for key, p in own.items() if p is not None]
+    return [*places, *((flat, index, p) for index, p in enumerate(flat) if isinstance(p, torch.nn.Parameter))]
+
+
+def move_gradients(sources: Sequence[Tensor], targets: Sequence[Tensor], *, hooks: bool = True) -> None:
+    """Gives tensors the gradients of others, which have none afterwards, and shares their hooks.
+
+    Raises:
+        RuntimeError: if there are hooks of a kind that cannot be shared.
+    """
+    for source, target in zip(sources, targets, strict=True):
+        target.grad, source.grad = source.grad, None
+        if hooks:
+            target._backward_hooks = source._backward_hooks
+            if source._post_accumulate_grad_hooks:
+                raise RuntimeError(
+                    "MasterWeightsPrecision under DDP: hooks of register_post_accumulate_grad_hook would see gradients"
+                    " that are not averaged over ranks. Use on_before_optimizer_step, FSDP2Strategy or"
+                    " AutocastPrecision."
+                )
+
+
+def set_grad_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Lets a parameter have gradients of a dtype, and casts the one that it has."""
+    gradient, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
 def is_orthogonal_parametrization(module: torch.nn.Module) -> bool:

@@ -262,12 +262,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def _connect_late(self, optimizer: Optimizer) -> None:
         """What a plugin does in ``connect`` to each optimizer of a fit."""
 
-    def _start_autocast(self, autocast: AutocastRun) -> None:
-        """Forwards run under it from now on. Prints what the policy resolved to, if it has changed."""
+    def _start_autocast(self, autocast: AutocastRun, *, announced: bool = True) -> None:
+        """Forwards run under it from now on. Prints what the user's policy resolved to, if it has changed."""
         self._run.autocast = autocast
         self._run.ends.callback(autocast.detach)
         table = str(autocast.resolved) if autocast.resolved is not None else ""
-        if autocast.resolved is not None and table != self._carried.policy_table:
+        if announced and autocast.resolved is not None and table != self._carried.policy_table:
             self._carry(policy_table=table)
             rank_zero_only(show)(autocast.resolved)
 

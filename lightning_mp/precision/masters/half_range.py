@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.messages import listed
+from lightning_mp.core.precisions import HALF_MAX
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.precision.masters.store import HALF_MAX
 
 _REMEDIES = "Use 'bf16-true', AutocastPrecision('16-mixed') or a policy that keeps the module in fp32"
 
