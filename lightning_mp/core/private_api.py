@@ -189,7 +189,19 @@ def refuse_writes(tensor: Tensor) -> None:
 
 _KEEPS_NUMBERS_UNREAD = (
     *("grad", "grad_dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
-    *("shape", "dtype", "device", "is_leaf", "grad_fn", "ndim", "layout", "is_cuda", "is_sparse", "is_cpu", "is_nested"),
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "is_leaf",
+        "grad_fn",
+        "ndim",
+        "layout",
+        "is_cuda",
+        "is_sparse",
+        "is_cpu",
+        "is_nested",
+    ),
     *("is_meta", "is_quantized", "is_mkldnn", "is_mps", "itemsize"),
 )
 

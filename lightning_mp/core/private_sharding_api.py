@@ -1,6 +1,6 @@
 """The part of the seams that is about sharding: what is not public of how DDP, FSDP1 and FSDP2 hold and reduce."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -73,9 +73,11 @@ def with_part(like: DTensor, part: Tensor) -> DTensor:
 
 
 @cache
-def _with_unnoticed_gather(kind: type) -> type:
+def _with_unnoticed_gather(kind: Hashable) -> Any:
     """FSDP2 asks the part of a rank, at each gathering, whether it has hooks of its own."""
-    return type(kind.__name__, (kind,), {"_sharded_local_tensor": property(lambda self: part_of(self.sharded_param))})
+    return type(
+        "UnnoticedGather", (kind,), {"_sharded_local_tensor": property(lambda self: part_of(self.sharded_param))}
+    )
 
 
 class GatheredShard:
@@ -86,7 +88,8 @@ class GatheredShard:
     """
 
     def __init__(self, parameter: Any) -> None:
-        self._parameter, self._own_class = parameter, type(parameter)
+        self._parameter = parameter
+        self._own_class: Any = type(parameter)
         self.numel = int(parameter._sharded_param_data.numel())  #: of each rank's part, with what makes all equal
         parameter._sharded_local_tensor  # noqa: B018  # is there
         parameter.__class__ = _with_unnoticed_gather(self._own_class)

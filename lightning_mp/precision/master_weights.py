@@ -35,6 +35,14 @@ from lightning_mp.precision.masters.checks import (
     check_strategy,
     dtype_hint,
 )
+from lightning_mp.precision.masters.compressed_weights import (
+    REST_DTYPES,
+    CompressedEpilogue,
+    CompressedParameters,
+    CompressedSteps,
+    CompressedWeights,
+    compressed_shards,
+)
 from lightning_mp.precision.masters.fp32_gradients import Fp32GradientEpilogue, Fp32Gradients
 from lightning_mp.precision.masters.fp32_steps import Fp32Steps
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
@@ -54,6 +62,7 @@ class MasterWeightsRun(PluginRun):
     """Adds what is lent in a run, and the steps of its optimizers."""
 
     lent: LentWeights | None = None  # None under FSDP, which gathers 16-bit copies of fp32 shards itself
+    compressed: CompressedParameters | None = None  # those that are split between steps
     gradients: Fp32Gradients = field(default_factory=Fp32Gradients)
     steps: dict[Optimizer, Fp32Steps] = field(default_factory=dict)
     half_range: HalfRange | None = None  # of fp16 weights that are trained
@@ -183,6 +192,10 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _lent(self) -> LentWeights | None:
         return self._run.lent if self._in_run is not None else None
 
+    @property
+    def _compressed(self) -> CompressedParameters | None:
+        return self._run.compressed if self._in_run is not None else None
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Applies the policy, and has modules get 16-bit copies of their weights when steps call them.
 
@@ -207,9 +220,17 @@ class MasterWeightsPrecision(GradientStepPrecision):
         check_half_range(module, self.dtype, in_float32)
         if self._is_gathered_in_16_bit(module):
             return module
-        if self.storage != "fp32":
-            raise NotImplementedError(f"MasterWeightsPrecision(storage={self.storage!r})")
-        run.lent = LentWeights(module, self.dtype, device_type, in_float32, set_grad_dtype=not self.fp32_gradients)
+        settings = module, self.dtype, device_type, in_float32
+        if self.storage == "fp32" or not run.is_fit:
+            run.lent = LentWeights(*settings, set_grad_dtype=not self.fp32_gradients)
+        else:
+            run.lent = lent = CompressedWeights(
+                *settings,
+                set_grad_dtype=not self.fp32_gradients,
+                rest_dtype=REST_DTYPES[self.storage],
+                step_now=self._step_now,
+            )
+            run.compressed = lent.compressed
         run.ends.callback(run.lent.end)
         if run.is_fit and isinstance(strategy, DDPStrategy):
             patch = Patches.of(run.trainer).replace(strategy, "configure_ddp", lambda: self._configure_ddp(patch))
@@ -251,14 +272,34 @@ class MasterWeightsPrecision(GradientStepPrecision):
                 copied = all_hold_the_same(trainer.strategy)
                 run.half_range = HalfRange(lambda: {p: name for name, p in names()}, copied=copied)
                 run.ends.callback(run.half_range.warn)
+            if self.storage != "fp32":
+                self._begin_compression(optimizers)
             for optimizer in optimizers:
                 self._connect_late(optimizer)
         return result
 
+    def _step_now(self) -> int:
+        return self._run.trainer.global_step
+
+    def _begin_compression(self, optimizers: list[Optimizer]) -> None:
+        """Makes room for what is kept of the optimizers' parameters between steps."""
+        run = self._run
+        if isinstance(run.lent, CompressedWeights):
+            run.lent.begin(optimizers)
+        else:
+            rest_dtype = REST_DTYPES[self.storage]
+            shards = compressed_shards(run.trainer.lightning_module, self.dtype, rest_dtype, self._step_now)
+            run.compressed = run.ends.enter_context(shards)
+            for optimizer in optimizers:
+                run.compressed.take([p for group in optimizer.param_groups for p in group["params"]])
+
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
         run.steps = {o: steps for o, steps in run.steps.items() if o in run.trainer.optimizers}
-        run.steps[optimizer] = steps = Fp32Steps(optimizer, run.gradients)
+        steps = Fp32Steps(optimizer, run.gradients)
+        if run.compressed is not None:
+            steps = CompressedSteps(optimizer, run.gradients, run.compressed)
+        run.steps[optimizer] = steps
         run.ends.callback(steps.remove)
         if run.half_range is not None:
             run.ends.callback(optimizer.register_step_post_hook(run.half_range.clamp_).remove)
@@ -269,6 +310,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _steps_in(self, loop: str) -> Iterator[None]:
         """Autocast; modules that are called get 16-bit copies of their weights."""
         lent = self._lent
+        if loop == "train" and self._compressed is not None and self._step is None:
+            self._compressed.compress()  # what was touched since the last step
         with super()._steps_in(loop), self._lending_in(loop, lent) if lent is not None else nullcontext():
             try:
                 yield
@@ -334,6 +377,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
             run.gradients.factor = None
             if run.lent is not None:
                 run.lent.end_window()
+            if run.compressed is not None:
+                run.compressed.compress([p for group in optimizer.param_groups for p in group["params"]])
 
     def _notice_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Any other optimizer of the module's weights gets fp32 gradients, too."""
@@ -344,6 +389,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _epilogue_type(self) -> Callable[..., GradientEpilogue]:
         if self._in_run is None:
             return super()._epilogue_type()
+        if self._run.compressed is not None:
+            return partial(CompressedEpilogue, self._run.compressed, self._run.gradients, self._is_evaluated)
         return partial(Fp32GradientEpilogue, self._run.gradients, self._is_evaluated)
 
     def _is_evaluated(self) -> bool:

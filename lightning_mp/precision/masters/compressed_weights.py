@@ -12,7 +12,6 @@ An optimizer that evaluates the loss itself, or whose update needs all parameter
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +20,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_sharding_api
+from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.gradients.gradient_ops import LocalGradients
 from lightning_mp.precision.masters.fp32_gradients import Fp32GradientEpilogue, Fp32Gradients
 from lightning_mp.precision.masters.fp32_steps import Fp32Steps
 from lightning_mp.precision.masters.lent_weights import LentWeights, Loan
 from lightning_mp.precision.masters.split_parameters import (
+    SPLIT_CLASSES,
     GatheredLoan,
     SplitLoan,
     SplitMemory,
     as_plain,
-    is_split,
 )
 
 #: Of the rests, by the name of the storage.
@@ -43,42 +43,224 @@ class CompressedParameters:
     Args:
         rest_dtype: of their rests.
         loan_of: gives the loan of a parameter that an optimizer has; None if it is to stay fp32.
-        steps: how many optimizer steps were taken before.
+        step_now: how many optimizer steps were taken, over all runs: rounding to 24 bits depends on it.
     """
 
     def __init__(
-        self, rest_dtype: torch.dtype, loan_of: Callable[[Tensor], SplitLoan | None], *, steps: int = 0
+        self, rest_dtype: torch.dtype, loan_of: Callable[[Tensor], SplitLoan | None], step_now: Callable[[], int]
     ) -> None:
-        self._rest_dtype, self._loan_of = rest_dtype, loan_of
+        self._rest_dtype, self._loan_of, self._step_now = rest_dtype, loan_of, step_now
         self._memories: list[SplitMemory] = []
-        #: How many optimizer steps were taken: rounding to 24 bits depends on it.
-        self.steps = steps
+        self._loans: dict[int, SplitLoan | None] = {}  # by the parameter's id: the hash of a tensor is a call
+
+    @property
+    def loans(self) -> list[SplitLoan]:
+        """Of all parameters that are, or will be, split."""
+        return [loan for memory in self._memories for loan in memory.loans]
 
     def take(self, parameters: Iterable[Tensor]) -> None:
-        """Makes room for the parameters of an optimizer that are to be split."""
+        """Makes room for the parameters of an optimizer."""
         new: dict[torch.device, list[SplitLoan]] = {}
-        for loan in map(self._loan_of, parameters):
-            if loan is not None and loan.memory is None:
+        for parameter in [p for p in parameters if self._loans.get(id(p)) is None]:
+            self._loans[id(parameter)] = loan = self._loan_of(parameter)
+            if loan is not None:
                 new.setdefault(loan.local.device, []).append(loan)
         self._memories += [SplitMemory(loans, self._rest_dtype) for loans in new.values()]
 
-    def join(self, parameters: Sequence[Tensor]) -> None:
+    def join(self, parameters: Iterable[Tensor]) -> None:
         """Gives split parameters their numbers."""
-        for memory in self._memories:
-            memory.join(parameters if len(self._memories) == 1 else [p for p in parameters if memory.holds(p)])
+        for memory, loans in self._by_memory(parameters):
+            memory.join(loans)
 
     def compress(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Splits these, or all that are joined, and frees their memory."""
+        """Splits these, or all that were split before, and frees their memory."""
+        again = [(memory, [loan for loan in memory.loans if loan.was_split]) for memory in self._memories]
+        for memory, loans in self._by_memory(parameters) if parameters is not None else again:
+            memory.compress(loans, self._step_now())
+
+    def write(self, loan: SplitLoan) -> None:
+        """Writes the copy of a joined parameter as splitting would."""
+        assert loan.memory is not None
+        loan.memory.write(loan, self._step_now())
+
+    def begin_window(self, window: int) -> None:
+        """Copies of parameters that are joined from now on are right in it."""
         for memory in self._memories:
-            memory.steps = self.steps
-            memory.compress(memory.loans if parameters is None else memory.loans_of(parameters))
+            memory.window = window
+
+    def _by_memory(self, parameters: Iterable[Tensor]) -> list[tuple[SplitMemory, list[SplitLoan]]]:
+        loans = [loan for p in parameters if (loan := self._loans.get(id(p))) is not None]
+        return [(memory, [loan for loan in loans if loan.memory is memory]) for memory in self._memories]
 
     def as_plain(self) -> AbstractContextManager[None]:
-        """Parameters are asked for gradients and sizes without a call for each. Nobody may read their numbers."""
-        return as_plain([loan for memory in self._memories for loan in memory.loans])
+        """Split parameters are asked for gradients without a call for each. Nobody may read their numbers."""
+        return as_plain(self.loans)
+
+    def release(self, loan: SplitLoan) -> None:
+        """The parameter stays fp32."""
+        self._loans.pop(id(loan.parameter), None)
+        if loan.memory is not None:
+            loan.memory.release(loan)
 
     def end(self) -> None:
         """Leaves plain fp32 parameters."""
         for memory in self._memories:
-            memory.join([loan.parameter for loan in memory.loans])
-        self._memories = []
+            memory.join(memory.loans)
+        self._memories, self._loans = [], {}
+
+
+class CompressedWeights(LentWeights):
+    """Lent copies that say, together with their rests, all about the parameters of optimizers."""
+
+    def __init__(self, *args: Any, rest_dtype: torch.dtype, step_now: Callable[[], int], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.compressed = CompressedParameters(rest_dtype, self._loan_to_split, step_now)
+
+    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+        """Makes the copies of the optimizers' parameters, which stay where they are from now on."""
+        for root in [self._model] if private_api.has_compiled_steps(self._model) else [c.module for c in self._calls]:
+            self._places_of(root)
+        for optimizer in optimizers:
+            self.compressed.take([p for group in optimizer.param_groups for p in group["params"]])
+
+    def _loan_to_split(self, parameter: Tensor) -> SplitLoan | None:
+        loan = self._loans.get(parameter)
+        return loan if isinstance(loan, SplitLoan) else None
+
+    def _make_loan(self, parameter: nn.Parameter) -> Loan:
+        return SplitLoan(parameter, parameter.detach().to(self._dtype))
+
+    def _forget(self, loan: Loan) -> None:
+        assert isinstance(loan, SplitLoan)
+        self.compressed.release(loan)
+        super()._forget(loan)
+
+    def end_window(self) -> None:
+        """After an optimizer step."""
+        super().end_window()
+        self.compressed.begin_window(self.window)
+
+    def end(self) -> None:
+        """Leaves plain fp32 parameters."""
+        self.compressed.end()
+        super().end()
+
+    def _cast(self, loans: Sequence[Loan], versions: Sequence[int]) -> None:
+        """The copies of split parameters are right; those of joined ones are rounded as splitting rounds."""
+        joined = [
+            (loan, version)
+            for loan, version in zip(loans, versions, strict=True)
+            if type(loan.parameter) not in SPLIT_CLASSES
+        ]
+        for loan, version in joined:
+            if isinstance(loan, SplitLoan) and loan.was_split and loan.memory is not None:
+                self.compressed.write(loan)
+                if loan.version != version:  # a backward that still needs the old copy raises torch's error
+                    torch.autograd.graph.increment_version([loan.copy])
+                    loan.copy_version = private_api.version_of(loan.copy)
+                loan.version, loan.window = version, self.window if self.is_trusted else -1
+        first = [(loan, version) for loan, version in joined if not (isinstance(loan, SplitLoan) and loan.was_split)]
+        if first:
+            super()._cast(*zip(*first, strict=True))
+
+    def _check_writes(self, root: nn.Module, loans: Sequence[Loan]) -> None:
+        """What forward has written to the copy of a split parameter is the truth."""
+        with private_api.without_function_modes():
+            split = [loan for loan in loans if type(loan.parameter) in SPLIT_CLASSES]
+            versions = private_api.versions_of([loan.copy for loan in split])
+            for loan, version in zip(split, versions, strict=True):
+                if version != loan.copy_version and isinstance(loan, SplitLoan) and loan.memory is not None:
+                    loan.memory.forget_rest(loan)
+        if [loan for loan in loans if isinstance(loan, SplitLoan) and not loan.is_seen]:
+            self._checked.discard(root)
+        super()._check_writes(root, loans)
+
+    def _take_written(self, written: Sequence[Loan]) -> None:
+        self.compressed.join([loan.parameter for loan in written])
+        super()._take_written(written)
+
+    def _differing(self, loans: Sequence[Loan]) -> list[Loan]:
+        """Parameters that were seen may be split, and their copies are not rounded as casts round."""
+        new = [loan for loan in loans if isinstance(loan, SplitLoan) and not loan.is_seen]
+        known = [loan for loan in loans if isinstance(loan, SplitLoan) and loan.is_seen]
+        differing = super()._differing(new)
+        for loan in new:
+            loan.is_seen = True
+        versions = private_api.versions_of([loan.copy for loan in known])
+        written = [loan for loan, version in zip(known, versions, strict=True) if version != loan.copy_version]
+        return [*differing, *written]
+
+
+@contextmanager
+def compressed_shards(
+    module: nn.Module, dtype: torch.dtype, rest_dtype: torch.dtype, step_now: Callable[[], int]
+) -> Iterator[CompressedParameters]:
+    """The same of the shards of FSDP2, which gathers copies instead of casting shards, for the time of a run.
+
+    Raises:
+        MisconfigurationException: if this release of torch keeps elsewhere what FSDP2 gathers.
+    """
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    try:
+        gathered = [shard for unit in units for shard in private_sharding_api.shards_gathered_in(unit, dtype)]
+    except AttributeError as error:
+        raise MisconfigurationException(
+            f"MasterWeightsPrecision: storage='remainder' and '24bit' need an internal name of FSDP2 that torch"
+            f" {torch.__version__} does not have ({error}). Use storage='fp32'."
+        ) from None
+    shards = {id(shard.sharded): shard for shard in gathered}
+    compressed = CompressedParameters(
+        rest_dtype, lambda p: GatheredLoan(shards[id(p)]) if id(p) in shards else None, step_now
+    )
+    try:
+        yield compressed
+    finally:
+        compressed.end()
+        for shard in gathered:
+            shard.end()
+
+
+class CompressedSteps(Fp32Steps):
+    """Optimizer steps in which one block of parameters at a time is joined."""
+
+    def __init__(self, optimizer: Optimizer, gradients: Fp32Gradients, compressed: CompressedParameters) -> None:
+        super().__init__(optimizer, gradients)
+        self._compressed = compressed
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._whole:
+            self._compressed.take([p for group in optimizer.param_groups for p in group["params"]])
+        super()._before_step(optimizer, args, kwargs)
+
+    def _blocks(self) -> list[list[list[Tensor]]]:
+        with self._compressed.as_plain():
+            return super()._blocks()
+
+    def _begin_block(self, parameters: list[Tensor]) -> None:
+        with self._compressed.as_plain():
+            stepped = [p for p in parameters if p.grad is not None]
+        self._compressed.join(stepped)
+        for parameter in stepped:
+            gradient = parameter.grad
+            # Autograd takes the layout of gradients from the parameter, which had no memory. Kernels of torch.optim
+            # read both as they lie.
+            if gradient is not None and gradient.stride() != parameter.stride() and not gradient.is_sparse:
+                like = torch.empty_like(parameter, dtype=gradient.dtype)
+                parameter.grad = like.copy_(gradient)
+        super()._begin_block(stepped)
+
+    def _end_block(self, parameters: list[Tensor]) -> None:
+        super()._end_block(parameters)
+        self._compressed.compress(parameters)
+
+
+class CompressedEpilogue(Fp32GradientEpilogue):
+    """Reads the gradients of split parameters without a call for each."""
+
+    def __init__(self, compressed: CompressedParameters, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._compressed = compressed
+
+    def _read(self) -> LocalGradients:
+        with self._compressed.as_plain():
+            return super()._read()

@@ -58,10 +58,10 @@ class Loan:
 
     __slots__ = ("copy", "copy_version", "is_sharded", "lent", "parameter", "plain", "version", "window")
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    def __init__(self, parameter: nn.Parameter, copy: Tensor) -> None:
         self.parameter = parameter
         self.is_sharded = isinstance(parameter, DTensor)
-        self.renew(parameter.detach().to(dtype))
+        self.renew(copy)
         self.lent: Tensor | None = None  # the copy as a function of the parameter, or as a leaf
 
     def renew(self, copy: Tensor) -> None:
@@ -290,7 +290,7 @@ class LentWeights:
         return self._loans[parameter]
 
     def _make_loan(self, parameter: nn.Parameter) -> Loan:
-        return Loan(parameter, self._dtype)
+        return Loan(parameter, parameter.detach().to(self._dtype))
 
     def _forget(self, loan: Loan) -> None:
         del self._loans[loan.parameter]

@@ -1,8 +1,8 @@
 """fp32 parameters whose memory is given away between steps, and returned to whoever touches them.
 
-Modules compute with a parameter's bf16 copy (:mod:`~lightning_mp.precision.masters.lent_weights`). The copy and a rest of
-16 or 8 bits say all about the parameter (:mod:`~lightning_mp.precision.masters.split_numbers`), so that its own memory
-can be freed:
+Modules compute with a parameter's bf16 copy (:mod:`~lightning_mp.precision.masters.lent_weights`). The copy and a rest
+of 16 or 8 bits say all about the parameter (:mod:`~lightning_mp.precision.masters.split_numbers`), so that its own
+memory can be freed:
 
 .. code-block:: text
 
@@ -17,7 +17,7 @@ One kind of access escapes: what torch does in C++ without ``__torch_function__`
 it writes. Known are transforms of torch.func that take a bare parameter as their argument.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp.core import private_api, private_sharding_api
-from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.gradients.step_blocks import padded
 from lightning_mp.precision.masters.lent_weights import Loan
 from lightning_mp.precision.masters.split_numbers import SplitNumbers
@@ -74,15 +73,17 @@ class SplitShard(private_sharding_api.WatchedShard):
 
 _JOINED: dict[type, type] = {SplitParameter: nn.Parameter, SplitShard: DTensor}
 _SPLIT = {joined: split for split, joined in _JOINED.items()}
-
-
-def is_split(parameter: Tensor) -> bool:
-    """Whether its copy and its rest are the truth."""
-    return type(parameter) in _JOINED
+#: The classes of parameters of which copy and rest are the truth.
+SPLIT_CLASSES = frozenset(_JOINED)
 
 
 def _join(parameter: Tensor) -> None:
-    vars(parameter)[_LOAN].memory.join((parameter,))
+    loan = vars(parameter)[_LOAN]
+    loan.memory.join((loan,))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return private_sharding_api.part_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class SplitLoan(Loan):
@@ -90,9 +91,9 @@ class SplitLoan(Loan):
 
     __slots__ = ("end", "is_seen", "memory", "shape", "start", "strides", "was_split")
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        super().__init__(parameter, dtype)
-        local = local_shard(self.copy)
+    def __init__(self, parameter: nn.Parameter, copy: Tensor) -> None:
+        super().__init__(parameter, copy)
+        local = _local(copy)
         self.shape, self.strides = local.shape, local.stride()
         self.memory: SplitMemory | None = None  # None until an optimizer has it
         self.start = self.end = 0
@@ -103,7 +104,7 @@ class SplitLoan(Loan):
     @property
     def local(self) -> Tensor:
         """The parameter, or this rank's part of it."""
-        return local_shard(self.parameter)
+        return _local(self.parameter)
 
     @property
     def room(self) -> int:
@@ -119,7 +120,7 @@ class SplitLoan(Loan):
         """The copy lies in memory that many share from now on."""
         leaf = self.lent if self.lent is not None and self.lent.is_leaf else None
         local = high.as_strided(self.shape, self.strides, self.start).data  # with a version of its own
-        local.copy_(local_shard(self.copy))
+        local.copy_(_local(self.copy))
         self.renew(private_sharding_api.with_part(self.copy, local) if isinstance(self.copy, DTensor) else local)
         if leaf is not None:
             leaf.data, self.lent = self.copy, leaf  # DDP has hooked it
@@ -129,7 +130,7 @@ class SplitLoan(Loan):
 
         ``row`` has, from ``at``, the numbers that are computed with: those of the part, or of the copy.
         """
-        if self.is_sharded:
+        if isinstance(self.parameter, DTensor):
             private_sharding_api.set_part(self.parameter, part)
         else:
             self.parameter.data = part
@@ -140,8 +141,8 @@ class GatheredLoan(SplitLoan):
 
     __slots__ = ("fsdp", "users")
 
-    def __init__(self, fsdp: private_sharding_api.GatheredShard, dtype: torch.dtype) -> None:
-        super().__init__(fsdp.sharded, dtype)
+    def __init__(self, fsdp: private_sharding_api.GatheredShard) -> None:
+        super().__init__(fsdp.sharded, fsdp.sharded.detach())
         self.fsdp, self.is_seen = fsdp, True
         self.users = private_api.users_of_memory(self.local)
 
@@ -156,8 +157,8 @@ class GatheredLoan(SplitLoan):
         return private_api.users_of_memory(self.local) > self.users
 
     def move_copy(self, high: Tensor) -> None:
-        """Nothing was computed with the copy, and it has no memory of its own from now on."""
-        self.renew(self.copy.new_empty(()))
+        """Nothing is computed with a copy of its own."""
+        self.renew(high[:0])
 
     def give(self, part: Tensor, row: Tensor, at: int) -> None:
         """Also to FSDP2, for gathering."""
@@ -185,8 +186,6 @@ class SplitMemory:
         self.split = SplitNumbers(end, rest_dtype, device)
         self._nothing = torch.full((), torch.nan, device=device)
         private_api.refuse_writes(self._nothing)
-        #: How many optimizer steps were taken: rounding to 24 bits depends on it.
-        self.steps = 0
         #: In which copies of parameters that are joined now are right, until these are written to.
         self.window = 0
         self._joined: list[tuple[_Run, Tensor, int]] = []  # with their numbers, and how many held these
@@ -194,9 +193,9 @@ class SplitMemory:
         for loan in loans:
             loan.move_copy(self.split.high)
 
-    def join(self, parameters: Iterable[Tensor]) -> None:
-        """Gives the split parameters among these, which are all of this memory, their numbers."""
-        for run in _neighbours([vars(p)[_LOAN] for p in parameters if type(p) in _JOINED]):
+    def join(self, loans: Iterable[SplitLoan]) -> None:
+        """Gives those parameters that are split their numbers."""
+        for run in _neighbours([loan for loan in loans if type(loan.parameter) in _JOINED]):
             start, end = run[0].start, run[-1].end
             with private_api.unnoticed():
                 numbers = self.split.join(start, end)
@@ -208,12 +207,12 @@ class SplitMemory:
                     loan.window = self.window
             self._joined.append((run, numbers, private_api.users_of_memory(numbers)))
 
-    def write(self, loan: SplitLoan) -> None:
+    def write(self, loan: SplitLoan, step: int) -> None:
         """Writes the copy and the rest of a parameter that keeps its numbers."""
         with private_api.unnoticed():
             numbers = torch.zeros(loan.end - loan.start, device=self._nothing.device)
             numbers.as_strided(loan.shape, loan.strides).copy_(loan.local)
-            self.split.split(numbers, loan.start, self.steps)
+            self.split.split(numbers, loan.start, step)
 
     def forget_rest(self, loan: SplitLoan) -> None:
         """The copy is all of a split parameter: forward has written to it."""
@@ -221,21 +220,23 @@ class SplitMemory:
 
     def release(self, loan: SplitLoan) -> None:
         """The parameter is joined, and stays so."""
-        if is_split(loan.parameter):
-            self.join((loan.parameter,))
+        self.join((loan,))
         self.loans.remove(loan)
         loan.memory = None
 
-    def compress(self, loans: Iterable[SplitLoan]) -> None:
-        """Splits the joined parameters among these, and frees their memory unless something else holds it as well."""
+    def compress(self, loans: Iterable[SplitLoan], step: int) -> None:
+        """Splits the joined parameters among these, and frees their memory unless something else holds it as well.
+
+        ``step`` is how many optimizer steps were taken: rounding to 24 bits depends on it.
+        """
         wanted = {id(loan): loan for loan in loans if loan.is_seen and type(loan.parameter) in _SPLIT}
         if not wanted:
             return
         with private_api.unnoticed():
-            free = self._split_runs(wanted)
+            free = self._split_runs(wanted, step)
             for loan in wanted.values():  # not split before, or given other memory since
                 if not loan.is_shared:
-                    self.write(loan)
+                    self.write(loan, step)
                     free.append(loan)
             for loan in free:
                 loan.give(self._nothing.expand(loan.shape), self.split.high, loan.start)
@@ -249,8 +250,8 @@ class SplitMemory:
                 vars(parameter)[_LOAN] = loan
                 parameter.__class__ = _SPLIT[type(parameter)]
 
-    def _split_runs(self, wanted: dict[int, SplitLoan]) -> _Run:
-        """Takes from ``wanted``, and splits, what was joined together; returns it. Takes out what has to stay joined."""
+    def _split_runs(self, wanted: dict[int, SplitLoan], step: int) -> _Run:
+        """Splits what was joined together and is wanted, and returns it; ``wanted`` keeps what was not."""
         free: _Run = []
         kept: list[tuple[_Run, Tensor, int]] = []
         for run, numbers, users in self._joined:
@@ -268,11 +269,11 @@ class SplitMemory:
                     wanted.pop(id(loan), None)
                     loan.window = -1  # what holds the numbers may write to them without a trace
             elif not elsewhere:
-                self.split.split(numbers, start, self.steps)
+                self.split.split(numbers, start, step)
                 free += [wanted.pop(id(loan)) for loan in run]
             else:
                 for loan in there:
-                    self.write(loan)
+                    self.write(loan, step)
                     free.append(wanted.pop(id(loan)))
         self._joined = kept
         return free
