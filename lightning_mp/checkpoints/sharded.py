@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_mp.checkpoints.former_masters import MASTER_KEY, have_been_trained, say_what_was_read
 from lightning_mp.checkpoints.single_file import (
     load_full_checkpoint,
     refuse_other_groups,
@@ -104,7 +105,25 @@ def load_sharded_checkpoint(
     for number, optimizer in enumerate(optimizers):
         _load_optimizer(path, f"optimizer_{number}", model, optimizer, metadata, weights_only)
     rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=weights_only)
+    if have_been_trained(rest):
+        _load_former_masters(path, model, weights, metadata, weights_only)
     return rest
+
+
+def _load_former_masters(
+    path: Path, model: nn.Module, weights: Mapping[str, Any], metadata: "Metadata", weights_only: bool | None
+) -> None:
+    from lightning_mp.checkpoints.checked_folder import load_shards
+
+    places = [place for place in metadata.planner_data.values() if place[-1] == MASTER_KEY and place[2] in weights]
+    masters: dict[str, Any] = {}
+    for optimizer, _, name, _ in places:
+        room = torch.empty_like(weights[name], dtype=torch.float32)
+        masters.setdefault(optimizer, {}).setdefault("state", {})[name] = {MASTER_KEY: room}
+    load_shards(masters, path, weights_only=weights_only)
+    found = {name: entry[MASTER_KEY] for state in masters.values() for name, entry in state["state"].items()}
+    model.load_state_dict(found, strict=False)
+    say_what_was_read(len(found))
 
 
 def saved_names(path: Path) -> set[str]:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_mp.checkpoints.former_masters import take_masters
+
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` gives on one device: whole tensors on the CPU, parameters by number.
@@ -37,7 +39,9 @@ def load_full_checkpoint(
     # Brings seventy modules of torch along, so not at the top.
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-    weights = checkpoint.pop("state_dict")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    masters = {names[p]: master for p, master in take_masters(checkpoint, optimizers).items()}
+    weights = {**checkpoint.pop("state_dict"), **masters}
     if strict:  # torch leaves out what the model has not
         known = get_model_state_dict(model)
         refuse_other_names(

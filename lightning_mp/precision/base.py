@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only,
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.checkpoints.former_masters import take_masters, warn_about_rounded_weights
 from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.patches import Patches
@@ -77,7 +78,6 @@ class Carried:
     skipped_steps: int = 0  # of the fits so far
     reference_items: float | None = None  # see `lightning_mp.accumulation.windows.AccumulationState`
     policy_table: str = ""  # what a policy resolved to
-    warned_about_rounding: bool = False  # of masters that Lightning's own plugins do not read
 
 
 class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
@@ -474,6 +474,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             # Strategies that restore after their set-up have split parameters, and so optimizers, into parts.
             whole = not strategy.restore_checkpoint_after_setup
             refuse_other_optimizers(checkpoint["optimizer_states"], optimizers, counts_parameters=whole)
+        self._read_former_masters(checkpoint)
         saved = checkpoint.get(_PRECISION_KEY, self.precision)
         if saved != self.precision:
             rank_zero_info(
@@ -496,6 +497,15 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             f"{type(self).__name__}: the checkpoint holds no loss scale, so the scale starts again at"
             f" {self.scaler.get_scale():g}. That is expected if the run had another precision."
         )
+
+    def _read_former_masters(self, checkpoint: dict[str, Any]) -> None:
+        """Strategies that restore after their set-up have read them, if they can, as part of the weights."""
+        strategy = self._run.trainer.strategy
+        if not strategy.restore_checkpoint_after_setup:
+            for parameter, master in take_masters(checkpoint, self._run.trainer.optimizers).items():
+                parameter.data.copy_(master)
+        elif not isinstance(strategy, ModelParallelStrategy) or type(strategy) is ModelParallelStrategy:
+            warn_about_rounded_weights(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Writes the scaler's state where the stock plugins look for it, too, and how many steps were skipped."""

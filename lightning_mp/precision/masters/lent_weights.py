@@ -259,7 +259,7 @@ class LentWeights:
         is_complete = True
         places, others = [], []
         for module in root.modules():
-            if module in self._in_float32 or isinstance(module, torch.jit.ScriptModule | LightningModule):
+            if module in self._in_float32 or isinstance(module, torch.jit.ScriptModule):
                 continue
             for held, key, parameter in private_api.places_of_weights(module):
                 if is_lazy(parameter):

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,14 +23,14 @@ _NORMS = (*NORMS_WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 def kept_in_float32(module: nn.Module, policy: PrecisionPolicy | None, dtype: torch.dtype) -> Collection[nn.Module]:
     """Modules that compute with their own weights in fp32.
 
-    These are norms, parametrizations (a product or an inverse in 16 bit is none), and modules for which a policy
-    requests another dtype than the 16-bit one.
+    These are norms, parametrizations (a product or an inverse in 16 bit is none), modules for which a policy requests
+    another dtype than the 16-bit one, and LightningModules, whose steps use their own weights outside of any forward.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     >>> kept_in_float32(layers, None, torch.bfloat16) == {layers[1]}
     True
     """
-    kept: set[nn.Module] = {part for part in module.modules() if isinstance(part, _NORMS)}
+    kept: set[nn.Module] = {part for part in module.modules() if isinstance(part, (*_NORMS, LightningModule))}
     for part in module.modules():
         if isinstance(part, ParametrizationList):
             kept.update(part.modules())
