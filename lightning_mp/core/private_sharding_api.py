@@ -1,6 +1,6 @@
 """The part of the seams that is about sharding: what is not public of how DDP, FSDP1 and FSDP2 hold and reduce."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -73,11 +73,15 @@ def with_part(like: DTensor, part: Tensor) -> DTensor:
 
 
 @cache
-def _with_unnoticed_gather(kind: Hashable) -> Any:
+def _with_unnoticed_gather(kind: Any) -> Any:
     """FSDP2 asks the part of a rank, at each gathering, whether it has hooks of its own."""
-    return type(
-        "UnnoticedGather", (kind,), {"_sharded_local_tensor": property(lambda self: part_of(self.sharded_param))}
-    )
+
+    class UnnoticedGather(kind):  # type: ignore[misc]  # a class that is only known when it is here
+        @property
+        def _sharded_local_tensor(self) -> Tensor:
+            return part_of(self.sharded_param)
+
+    return UnnoticedGather
 
 
 class GatheredShard:
@@ -89,7 +93,7 @@ class GatheredShard:
 
     def __init__(self, parameter: Any) -> None:
         self._parameter = parameter
-        self._own_class: Any = type(parameter)
+        self._own_class: Any = parameter.__class__
         self.numel = int(parameter._sharded_param_data.numel())  #: of each rank's part, with what makes all equal
         parameter._sharded_local_tensor  # noqa: B018  # is there
         parameter.__class__ = _with_unnoticed_gather(self._own_class)

@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_api, private_sharding_api
@@ -78,11 +79,6 @@ class CompressedParameters:
         for memory, loans in self._by_memory(parameters) if parameters is not None else again:
             memory.compress(loans, self._step_now())
 
-    def write(self, loan: SplitLoan) -> None:
-        """Writes the copy of a joined parameter as splitting would."""
-        assert loan.memory is not None
-        loan.memory.write(loan, self._step_now())
-
     def begin_window(self, window: int) -> None:
         """Copies of parameters that are joined from now on are right in it."""
         for memory in self._memories:
@@ -109,11 +105,17 @@ class CompressedParameters:
         self._memories, self._loans = [], {}
 
 
+def _memory_of(loan: Loan) -> SplitMemory | None:
+    """None if no optimizer has the parameter."""
+    return loan.memory if isinstance(loan, SplitLoan) else None
+
+
 class CompressedWeights(LentWeights):
     """Lent copies that say, together with their rests, all about the parameters of optimizers."""
 
     def __init__(self, *args: Any, rest_dtype: torch.dtype, step_now: Callable[[], int], **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self._step_now = step_now
         self.compressed = CompressedParameters(rest_dtype, self._loan_to_split, step_now)
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
@@ -152,16 +154,26 @@ class CompressedWeights(LentWeights):
             for loan, version in zip(loans, versions, strict=True)
             if type(loan.parameter) not in SPLIT_CLASSES
         ]
+        others = []
         for loan, version in joined:
-            if isinstance(loan, SplitLoan) and loan.was_split and loan.memory is not None:
-                self.compressed.write(loan)
-                if loan.version != version:  # a backward that still needs the old copy raises torch's error
-                    torch.autograd.graph.increment_version([loan.copy])
-                    loan.copy_version = private_api.version_of(loan.copy)
-                loan.version, loan.window = version, self.window if self.is_trusted else -1
-        first = [(loan, version) for loan, version in joined if not (isinstance(loan, SplitLoan) and loan.was_split)]
-        if first:
-            super()._cast(*zip(*first, strict=True))
+            memory = _memory_of(loan)
+            if memory is None or not isinstance(loan, SplitLoan):
+                others.append((loan, version))
+                continue
+            memory.write(loan, self._step_now())
+            if loan.version != version:  # a backward that still needs the old copy raises torch's error
+                torch.autograd.graph.increment_version([loan.copy])
+                loan.copy_version = private_api.version_of(loan.copy)
+            loan.version, loan.window = version, self.window if self.is_trusted else -1
+        if others:
+            super()._cast([loan for loan, _ in others], [version for _, version in others])
+
+    def _rounded(self, loan: Loan) -> Tensor:
+        memory = _memory_of(loan)
+        if memory is None or not isinstance(loan, SplitLoan):
+            return super()._rounded(loan)
+        local = memory.rounded(loan, self._step_now())
+        return private_sharding_api.with_part(loan.copy, local) if isinstance(loan.copy, DTensor) else local
 
     def _check_writes(self, root: nn.Module, loans: Sequence[Loan]) -> None:
         """What forward has written to the copy of a split parameter is the truth."""

@@ -210,9 +210,19 @@ class SplitMemory:
     def write(self, loan: SplitLoan, step: int) -> None:
         """Writes the copy and the rest of a parameter that keeps its numbers."""
         with private_api.unnoticed():
-            numbers = torch.zeros(loan.end - loan.start, device=self._nothing.device)
-            numbers.as_strided(loan.shape, loan.strides).copy_(loan.local)
-            self.split.split(numbers, loan.start, step)
+            self.split.split(self._row_of(loan), loan.start, step)
+
+    def rounded(self, loan: SplitLoan, step: int) -> Tensor:
+        """What :meth:`write` makes of the parameter, or this rank's part of it: its copy."""
+        with private_api.unnoticed():
+            alone = SplitNumbers(loan.end - loan.start, self.split.rest.dtype, self._nothing.device)
+            alone.split(self._row_of(loan), 0, step)
+            return alone.high.as_strided(loan.shape, loan.strides)
+
+    def _row_of(self, loan: SplitLoan) -> Tensor:
+        numbers = torch.zeros(loan.end - loan.start, device=self._nothing.device)
+        numbers.as_strided(loan.shape, loan.strides).copy_(loan.local)
+        return numbers
 
     def forget_rest(self, loan: SplitLoan) -> None:
         """The copy is all of a split parameter: forward has written to it."""
