@@ -322,10 +322,8 @@ def without_function_modes() -> AbstractContextManager[None]:
     return disabled
 
 
-def without_function_subclasses() -> AbstractContextManager[None]:
-    """While this is entered, no ``__torch_function__`` of a subclass of ``Tensor`` is called; those of modes are."""
-    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return disabled
+#: While an instance is entered, no ``__torch_function__`` of a subclass of ``Tensor`` is called; those of modes are.
+without_function_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 def wrapper_tensor(

@@ -296,8 +296,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
         run.steps = {o: steps for o, steps in run.steps.items() if o in run.trainer.optimizers}
-        steps = Fp32Steps(optimizer, run.gradients)
-        if run.compressed is not None:
+        if run.compressed is None:
+            steps = Fp32Steps(optimizer, run.gradients)
+        else:
             steps = CompressedSteps(optimizer, run.gradients, run.compressed)
         run.steps[optimizer] = steps
         run.ends.callback(steps.remove)

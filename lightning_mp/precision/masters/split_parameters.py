@@ -252,7 +252,7 @@ class SplitMemory:
                 loan.give(self._nothing.expand(loan.shape), self.split.high, loan.start)
             # A graph that still needs the old numbers raises torch's error.
             weights, copies = [loan.parameter for loan in free], [loan.copy for loan in free]
-            torch.autograd.graph.increment_version([*(weight.detach() for weight in weights), *copies])
+            torch.autograd.graph.increment_version([*[weight.detach() for weight in weights], *copies])
             versions = zip(private_api.versions_of(weights), private_api.versions_of(copies), strict=True)
             for loan, (version, copy_version) in zip(free, versions, strict=True):
                 parameter = loan.parameter
