@@ -504,12 +504,20 @@ class InterceptedCall:
                 vars(self.module)["_compiled_call_impl"] = self._below
 
 
+def holders_of_weights(module: torch.nn.Module) -> list[Any]:
+    """The dictionary in which a module finds its own weights, and the list that recurrent layers have beside it."""
+    flat = vars(module).get("_flat_weights")
+    return [module._parameters, flat] if flat else [module._parameters]
+
+
 def places_of_weights(module: torch.nn.Module) -> list[tuple[Any, Any, torch.nn.Parameter]]:
-    """Where a module finds its own weights: a dictionary or a list, the key in it, and the weight."""
-    own: dict[str, torch.nn.Parameter | None] = module._parameters
-    flat = vars(module).get("_flat_weights") or []
-    places = [(own, key, p) for key, p in own.items() if p is not None]
-    return [*places, *((flat, index, p) for index, p in enumerate(flat) if isinstance(p, torch.nn.Parameter))]
+    """Where a module finds its own weights: one of :func:`holders_of_weights`, the key in it, and the weight."""
+    return [
+        (held, key, weight)
+        for held in holders_of_weights(module)
+        for key, weight in (held.items() if isinstance(held, dict) else enumerate(held))
+        if isinstance(weight, torch.nn.Parameter)
+    ]
 
 
 def move_gradients(sources: Sequence[Tensor], targets: Sequence[Tensor], *, hooks: bool = True) -> None:

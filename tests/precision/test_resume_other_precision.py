@@ -126,7 +126,10 @@ def optimizer_state(checkpoint: dict[str, Any]) -> dict[int, dict[str, Any]]:
 def former_masters(source: str = "single_file") -> list[Tensor]:
     path = WRITTEN / f"{source}.ckpt"
     if path.is_dir():
-        consolidate_checkpoint(path, path := Path("whole.ckpt"))
+        whole = Path("whole.ckpt")
+        if not whole.exists():
+            consolidate_checkpoint(path, whole)
+        path = whole
     checkpoint = torch.load(path, weights_only=True)
     rounded = checkpoint["state_dict"]["net.weight"]
     masters = [state["master_param"] for state in optimizer_state(checkpoint).values()]

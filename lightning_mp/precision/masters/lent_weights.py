@@ -123,6 +123,7 @@ class LentWeights:
         self.window = 0
         #: Whether a module that is called now gets its copies; "lent" inside of one that has them.
         self.is_open: bool | Literal["lent"] = False
+        self._in_place: list[_Place] = []  # where copies are now
         #: Whether copies that were cast in this window are right while their parameters' versions stay. That is so
         #: in a step of automatic optimization. Elsewhere weights may be written through ``.data`` between two
         #: forwards (averages swapped in for a validation, SAM by hand), which leaves no trace.
@@ -156,11 +157,12 @@ class LentWeights:
             if cast:
                 self._cast_again(loans)
             put = self._put_in_place(root, places)
-        before, self.is_open = self.is_open, "lent"
+        before = self.is_open, self._in_place
+        self.is_open, self._in_place = "lent", put
         try:
             yield
         finally:
-            self.is_open = before
+            self.is_open, self._in_place = before
             for held, key, loan in put:
                 held[key] = loan.parameter
         if cast:
@@ -168,15 +170,18 @@ class LentWeights:
 
     @contextmanager
     def returned(self, module: nn.Module) -> Iterator[None]:
-        """A module inside of another one has its fp32 parameters again."""
+        """A module inside of another one has its fp32 parameters again, and so has what it calls."""
         with private_api.without_function_modes():
-            places = [place for place in self._places_of(module)[0] if place[0][place[1]] is not place[2].parameter]
+            held_by_it = {id(held) for part in module.modules() for held in private_api.holders_of_weights(part)}
+        places = [place for place in self._in_place if id(place[0]) in held_by_it]
         copies = [held[key] for held, key, _ in places]
         for held, key, loan in places:
             held[key] = loan.parameter
+        before, self.is_open = self.is_open, False
         try:
             yield
         finally:
+            self.is_open = before
             for (held, key, _), copy in zip(places, copies, strict=True):
                 held[key] = copy
 
