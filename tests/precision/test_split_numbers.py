@@ -87,6 +87,15 @@ def test_24_bits_stay_as_they_are(step: int) -> None:
 
 
 @pytest.mark.parametrize("rest_dtype", REST_DTYPES)
+def test_a_changed_number_keeps_a_rest_below_half_its_last_bit(rest_dtype: torch.dtype) -> None:
+    numbers = EVERY_CLASS[EVERY_CLASS.isfinite()]
+    for value in torch.tensor([0.0, -0.0, 1.0, -3.0, 2.0**-130, 1e38]).bfloat16():
+        room = split(numbers, rest_dtype)
+        room.high.fill_(value)
+        assert torch.equal(bits(away(joined(room))), bits(value.expand(len(numbers))))
+
+
+@pytest.mark.parametrize("rest_dtype", REST_DTYPES)
 def test_a_range_is_split_and_joined_alone(rest_dtype: torch.dtype) -> None:
     numbers = torch.randn(300)
     room = SplitNumbers(300, rest_dtype, numbers.device)

@@ -47,14 +47,16 @@ def _noise(low: Tensor, step: int) -> Tensor:
 
 # What is read and written, in bytes per number:
 #
-#     join:    (high << 16) + rest               2 + 2 + 4
+#     join:    zeros have no rest below zero     3 + 3 + 3 + 5
+#              (high << 16) + rest               2 + 2 + 4
 #     split:   the lower half is the rest        2 + 2
 #              ties are moved up by a last bit   4 + 1 + 4      so that rounding to even rounds away from zero
 #              rounded                           4 + 2
 #
 # and where the rest has 8 bits:
 #
-#     join:    (high << 8) + rest                2 + 1 + 4
+#     join:    zeros have no rest below zero     3 + 2 + 3 + 3
+#              (high << 8) + rest                2 + 1 + 4
 #              the sum << 8                      4 + 4
 #     split:   noise                             2 + 2
 #              lower half + noise                2 + 1 + 2
@@ -96,8 +98,14 @@ class SplitNumbers:
         self._unit = torch.tensor([1 << 8 * rest_dtype.itemsize], dtype=torch.int32, device=device)
 
     def join(self, start: int, end: int) -> Tensor:
-        """The float32 numbers of a range, in new memory."""
-        bits = torch.addcmul(self.rest[start:end], self.high[start:end].view(torch.int16), self._unit)
+        """The float32 numbers of a range, in new memory.
+
+        A bf16 number that other code has changed since keeps its rest, which is less than half its last bit.
+        """
+        high, rest = self.high[start:end], self.rest[start:end]
+        # No number is split like this, but a zero that other code has written would be a nan.
+        rest.masked_fill_((high == 0).logical_and_(rest < 0), 0)
+        bits = torch.addcmul(rest, high.view(torch.int16), self._unit)
         if self.rest.dtype == torch.int8:
             bits.bitwise_left_shift_(8)
         return bits.view(torch.float32)
