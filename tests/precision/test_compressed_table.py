@@ -1,4 +1,4 @@
-"""The table of lent weights with storage="remainder": to the bit what a loop by hand does, split once after each step."""
+"""The table of lent weights with storage="remainder": to the bit a loop by hand, and each weight is split once a step."""
 
 from collections import Counter
 from collections.abc import Iterator

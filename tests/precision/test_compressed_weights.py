@@ -1,4 +1,4 @@
-"""fp32 parameters whose memory is given away between steps: whoever touches them finds their numbers, and no write is lost."""
+"""fp32 parameters whose memory is given away between steps: whoever touches one finds its numbers; no write is lost."""
 
 import copy
 import io
@@ -362,7 +362,7 @@ def test_a_forward_that_begins_to_write_to_its_weights_late(by_data: bool) -> No
 
 @pytest.mark.parametrize("make", [adamw, lambda p: torch.optim.AdamW(p, 1e-2, fused=True)], ids=["foreach", "fused"])
 def test_gradients_lie_as_their_parameters_do(make: Any) -> None:
-    """Kernels over lists read both as they lie; autograd lays a gradient out like the parameter, which has no memory."""
+    """Kernels read both as they lie; autograd lays a gradient out like the parameter, which has no memory."""
 
     def net() -> nn.Module:
         layers = (nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1))
