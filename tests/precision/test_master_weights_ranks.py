@@ -36,16 +36,18 @@ def ddp(**arguments: Any) -> DDPStrategy:
 class Ranked(Regression):
     """Has a norm, and a layer that a loss may leave out."""
 
+    trains_its_own = True
+
     def __init__(self, optimizer: Any = OPTIMIZERS["sgd"], *, seed: int = 0, uses_all: bool = True) -> None:
         super().__init__(optimizer)
         torch.manual_seed(seed)
         self.net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1))
         self.more = nn.Linear(8, 1)
-        self.temperature = nn.Parameter(torch.zeros(()))  # which its steps use
+        self.temperature = nn.Parameter(torch.zeros(1), requires_grad=self.trains_its_own)  # which its steps use
         self.uses_all = uses_all
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx) * self.temperature.exp()
+        loss = super().training_step(batch, batch_idx) * self.temperature.exp().squeeze()
         return loss + self.more(batch[0]).square().mean() if self.uses_all else loss
 
 
@@ -121,9 +123,12 @@ def test_ddp_equals_one_process(kind: dict[str, Any], precision: str, window: in
     check_ranks(train, two_ranks_by_hand(make, precision, window=window), atol=2e-5 if precision == "16-true" else 0.0)
 
 
+plain_sgd = partial(torch.optim.SGD, lr=0.1)  # without weight decay
+
+
 class ByHand(Ranked):
     def __init__(self, backward: str = "manual_backward") -> None:
-        super().__init__()
+        super().__init__(plain_sgd)
         self.automatic_optimization = False
         self.how = backward
 
@@ -140,16 +145,16 @@ class Penalised(Ranked):
         return super().training_step(batch, batch_idx) + self.more.weight.square().sum()
 
 
+class Clamped(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(input)
+
+
 class Writing(Ranked):
     def __init__(self) -> None:
         super().__init__()
-
-        class Clamped(nn.Linear):
-            def forward(self, input: Tensor) -> Tensor:
-                with torch.no_grad():
-                    self.weight.clamp_(-0.1, 0.1)
-                return super().forward(input)
-
         self.more = Clamped(8, 1)
 
 
@@ -169,11 +174,11 @@ def test_manual_optimization_and_hooks_under_ddp() -> None:
         return full(module)
 
     first, second = run_ranks(train, 2)
-    by_hand = two_ranks_by_hand(Ranked)
+    by_hand = two_ranks_by_hand(partial(Ranked, plain_sgd))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     names = [name for name, _ in Ranked().named_parameters()]
     same = {n for n, a, b in zip(names, first, by_hand, strict=True) if torch.equal(a, b)}
-    assert same == {*names} - {"more.weight"}
+    assert same == {*names} - {"more.weight", "more.bias"}  # the bias belongs to another weight
 
 
 @pytest.mark.parametrize(
@@ -234,6 +239,7 @@ def test_a_collective_that_writes_to_weights_counts() -> None:
 
 
 class Sharded(Ranked):
+    trains_its_own = False  # no forward gathers it
     mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def configure_model(self) -> None:
@@ -241,7 +247,7 @@ class Sharded(Ranked):
             mesh = self.device_mesh["data_parallel"]
             for part in (self.net[0], self.net[3], self.more):
                 fully_shard(part, mesh=mesh, mp_policy=self.mp_policy)
-            fully_shard(self, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+            fully_shard(self.net[1], mesh=mesh)
 
 
 class GatheredInFp32(Sharded):
@@ -279,7 +285,8 @@ def test_fsdp2_equals_one_process(kind: type[Ranked]) -> None:
         assert {p.dtype for p in module.parameters()} == {torch.float32}
         return full(module)
 
-    check_ranks(train, two_ranks_by_hand(Ranked, in_fp32=True))
+    expected = type("Expected", (Ranked,), {"trains_its_own": kind.trains_its_own})
+    check_ranks(train, two_ranks_by_hand(expected, in_fp32=True))
 
 
 @pytest.mark.quick_cases(1)
@@ -325,7 +332,7 @@ def test_under_fsdp1_the_shards_are_the_masters(precision: str) -> None:
     """It casts inputs and targets to 16 bit, too, which others do not."""
 
     def train(rank: int, plugin: Any) -> Any:
-        module = Ranked(OPTIMIZERS["adamw_foreach"])
+        module = Ranked()
         strategy = CpuFsdp(process_group_backend="gloo", use_orig_params=True) if plugin else ddp()
         trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[plugin] if plugin else [])
         trainer.fit(module, loader(BATCHES[rank]))
@@ -335,4 +342,4 @@ def test_under_fsdp1_the_shards_are_the_masters(precision: str) -> None:
             return full(module)
 
     fp32 = run_ranks(lambda rank: train(rank, None), 2)[0]
-    check_ranks(lambda rank: train(rank, master_weights(precision)), fp32, atol=1e-2)
+    check_ranks(lambda rank: train(rank, master_weights(precision)), fp32, atol=5e-3)
