@@ -1,4 +1,4 @@
-"""The table of lent weights with storage="remainder": to the bit a loop by hand, and each weight is split once a step."""
+"""The table of lent weights with storage="remainder": to the bit a loop by hand; each weight is split once a step."""
 
 from collections import Counter
 from collections.abc import Iterator
