@@ -55,6 +55,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
     (torch.Tensor, "_version", "shows that other code has changed a weight in place"),
     (torch.Tensor, "grad_dtype", "a parameter whose memory is given away is asked for it"),
+    (torch, "_functorch", "where the next name is kept"),
     (torch._functorch, "pyfunctorch", "work on weights that no transform of torch.func around it sees"),
     (torch._C, "_set_throw_on_mutable_data_ptr", "memory that nobody may write to"),
     (torch.UntypedStorage, "_cdata", "shows that a weight has moved to other memory"),

@@ -112,6 +112,11 @@ class GatheredShard:
         self._parameter.__class__ = self._own_class
 
 
+def make_ready(root: FSDPModule) -> None:
+    """What FSDP2 does before its first forward, which looks at the parts of parameters."""
+    root._get_fsdp_state()._lazy_init()
+
+
 def shards_gathered_in(unit: object, dtype: torch.dtype) -> list[GatheredShard]:
     """Those parameters of a unit of FSDP2 of which it makes copies of this dtype."""
     parameters = [parameter for group in sharding_groups(unit) for parameter in group.fsdp_params]

@@ -36,7 +36,6 @@ from lightning_mp.precision.masters.checks import (
     dtype_hint,
 )
 from lightning_mp.precision.masters.compressed_weights import (
-    REST_DTYPES,
     CompressedEpilogue,
     CompressedParameters,
     CompressedSteps,
@@ -227,7 +226,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             run.lent = lent = CompressedWeights(
                 *settings,
                 set_grad_dtype=not self.fp32_gradients,
-                rest_dtype=REST_DTYPES[self.storage],
+                storage=self.storage,
                 step_now=self._step_now,
             )
             run.compressed = lent.compressed
@@ -272,26 +271,15 @@ class MasterWeightsPrecision(GradientStepPrecision):
                 copied = all_hold_the_same(trainer.strategy)
                 run.half_range = HalfRange(lambda: {p: name for name, p in names()}, copied=copied)
                 run.ends.callback(run.half_range.warn)
-            if self.storage != "fp32":
-                self._begin_compression(optimizers)
+            if self.storage != "fp32" and run.compressed is None:
+                shards = compressed_shards(trainer.lightning_module, self.dtype, self.storage, self._step_now)
+                run.compressed = run.ends.enter_context(shards)
             for optimizer in optimizers:
                 self._connect_late(optimizer)
         return result
 
     def _step_now(self) -> int:
         return self._run.trainer.global_step
-
-    def _begin_compression(self, optimizers: list[Optimizer]) -> None:
-        """Makes room for what is kept of the optimizers' parameters between steps."""
-        run = self._run
-        if isinstance(run.lent, CompressedWeights):
-            run.lent.begin(optimizers)
-        else:
-            rest_dtype = REST_DTYPES[self.storage]
-            shards = compressed_shards(run.trainer.lightning_module, self.dtype, rest_dtype, self._step_now)
-            run.compressed = run.ends.enter_context(shards)
-            for optimizer in optimizers:
-                run.compressed.take([p for group in optimizer.param_groups for p in group["params"]])
 
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
@@ -312,7 +300,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         """Autocast; modules that are called get 16-bit copies of their weights."""
         lent = self._lent
         if loop == "train" and self._compressed is not None and self._step is None:
-            self._compressed.compress()  # what was touched since the last step
+            self._compressed.begin_step(self._run.trainer.optimizers)
         with super()._steps_in(loop), self._lending_in(loop, lent) if lent is not None else nullcontext():
             try:
                 yield

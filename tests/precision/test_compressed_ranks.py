@@ -7,17 +7,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gloo import RankError
+from cpu_fsdp import CpuFsdp
+from gloo import run_group
 from gloo import run_same_ranks as run_ranks
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import OPTIMIZERS, master_weights
 from small_models import fit, loader, quiet_trainer
 from test_master_weights_ranks import BATCHES, GatheredInFp32, Ranked, Sharded, Split, ddp, full, model_parallel
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW, Muon
 
 from lightning_mp import FSDP2Strategy, JointOptimizer
 from lightning_mp.core import private_sharding_api
+from lightning_mp.precision.masters.checks import check_strategy
+from lightning_mp.precision.masters.compressed_weights import compressed_shards
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -87,10 +92,10 @@ def test_ranks_train_as_with_fp32_masters(name: str, optimizer: Any, settings: d
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor parallel"])
 @pytest.mark.parametrize("storage", ["remainder", "24bit"])
 def test_ranks_resume_exactly(storage: str, name: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.ckpt"
-    straight = run_ranks(lambda rank: train(rank, name, storage), 2)
-    run_ranks(lambda rank: train(rank, name, storage, epochs=1, save_to=path), 2)
-    resumed = run_ranks(lambda rank: train(rank, name, storage, ckpt_path=path), 2)
+    path, adam = tmp_path / "x.ckpt", OPTIMIZERS["adam"]
+    straight = run_ranks(lambda rank: train(rank, name, storage, adam), 2)
+    run_ranks(lambda rank: train(rank, name, storage, adam, epochs=1, save_to=path), 2)
+    resumed = run_ranks(lambda rank: train(rank, name, storage, adam, ckpt_path=path), 2)
     for (expected, _), (ours, _) in zip(straight, resumed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, ours, strict=True))
 
@@ -108,7 +113,7 @@ def test_uneven_shards_hold_no_fp32_memory_between_steps() -> None:
 
         def on_before_zero_grad(self, optimizer: Any) -> None:
             if self.global_step:
-                weight: Any = self.net[0].weight
+                weight: Any = optimizer.param_groups[0]["params"][1]
                 assert type(weight).__name__ == "SplitShard"
                 part = private_sharding_api.part_of(weight)
                 self.bytes_seen.append(part.untyped_storage().nbytes() / part.numel())
@@ -127,19 +132,24 @@ def test_uneven_shards_hold_no_fp32_memory_between_steps() -> None:
 
 
 def test_fsdp1_is_refused() -> None:
-    trainer = quiet_trainer(strategy=FSDPStrategy(), devices=1, plugins=[master_weights(storage="remainder")])
-    with pytest.raises(Exception, match=r"(?s)storage='remainder'.* cannot be used with|FSDP"):
-        trainer.fit(Ranked(), loader(BATCHES[0]))
+    with pytest.raises(MisconfigurationException, match="storage='24bit'.* cannot be used with CpuFsdp.*FSDP2Strategy"):
+        check_strategy(CpuFsdp(), storage="24bit", fp32_gradients=False)
 
 
-def test_where_torch_lacks_the_name_fsdp2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_lacks_the_name_fsdp2_is_refused() -> None:
     def run(rank: int) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(private_sharding_api, "part_of", lambda tensor: tensor.moved_elsewhere)
-            fit(Ranked(), BATCHES[rank], devices=2, strategy=fsdp2(), plugin=master_weights(storage="remainder"))
+        module = nn.Linear(4, 4)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        for group in private_sharding_api.sharding_groups(module):
+            del group.fsdp_params[0]._sharded_param_data
+        with (
+            pytest.raises(MisconfigurationException, match="need an internal name of FSDP2 that torch .* does not"),
+            compressed_shards(module, torch.bfloat16, "remainder", lambda: 0),
+        ):
+            pass
 
-    with pytest.raises(RankError, match="need an internal name of FSDP2 that torch .* does not have"):
-        run_ranks(run, 2)
+    run_group(run, 2)
 
 
 def test_what_is_gathered_in_fp32_stays_fp32() -> None:
@@ -163,7 +173,7 @@ def test_collectives_of_a_process_group_on_a_bare_parameter() -> None:
                 self.more.weight.add_(0.25 * self.global_rank)
                 dist.broadcast(self.more.weight, 0)
             if self.global_step == 3:
-                self.trainer.precision_plugin._compressed.compress()
+                self.trainer.precision_plugin._compressed.begin_step([])
                 with pytest.raises(RuntimeError, match="Cannot access data pointer"):
                     dist.group.WORLD.broadcast([self.more.bias], dist.BroadcastOptions()).wait()
 

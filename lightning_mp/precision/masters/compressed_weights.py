@@ -34,23 +34,31 @@ from lightning_mp.precision.masters.split_parameters import (
     as_plain,
 )
 
-#: Of the rests, by the name of the storage.
-REST_DTYPES = {"remainder": torch.int16, "24bit": torch.int8}
+# Of the rests, by the name of the storage.
+_REST_DTYPES = {"remainder": torch.int16, "24bit": torch.int8}
 
 
 class CompressedParameters:
     """The parameters of a run that are split between steps.
 
     Args:
-        rest_dtype: of their rests.
+        storage: "remainder" or "24bit".
         loan_of: gives the loan of a parameter that an optimizer has; None if it is to stay fp32.
         step_now: how many optimizer steps were taken, over all runs: rounding to 24 bits depends on it.
+        prepare: called before the first training step.
     """
 
     def __init__(
-        self, rest_dtype: torch.dtype, loan_of: Callable[[Tensor], SplitLoan | None], step_now: Callable[[], int]
+        self,
+        storage: str,
+        loan_of: Callable[[Tensor], SplitLoan | None],
+        step_now: Callable[[], int],
+        *,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        self._rest_dtype, self._loan_of, self._step_now = rest_dtype, loan_of, step_now
+        self._rest_dtype, self._loan_of, self._step_now = _REST_DTYPES[storage], loan_of, step_now
+        self._prepare = prepare
+        self._has_begun = False
         self._memories: list[SplitMemory] = []
         self._loans: dict[int, SplitLoan | None] = {}  # by the parameter's id: the hash of a tensor is a call
 
@@ -59,8 +67,24 @@ class CompressedParameters:
         """Of all parameters that are, or will be, split."""
         return [loan for memory in self._memories for loan in memory.loans]
 
+    def begin_step(self, optimizers: Iterable[Optimizer]) -> None:
+        """Before a training step: makes room for the optimizers' parameters once, and splits again what was touched.
+
+        Not earlier, because what loads a checkpoint gives parameters gradients of their own dtype.
+        """
+        if not self._has_begun:
+            self._has_begun = True
+            if self._prepare is not None:
+                self._prepare()
+            for optimizer in optimizers:
+                self.take([p for group in optimizer.param_groups for p in group["params"]])
+        for memory in self._memories:
+            memory.compress([loan for loan in memory.loans if loan.was_split], self._step_now())
+
     def take(self, parameters: Iterable[Tensor]) -> None:
-        """Makes room for the parameters of an optimizer."""
+        """Makes room for the parameters of an optimizer, once training has begun: loading makes steps, too."""
+        if not self._has_begun:
+            return
         new: dict[torch.device, list[SplitLoan]] = {}
         for parameter in [p for p in parameters if self._loans.get(id(p)) is None]:
             self._loans[id(parameter)] = loan = self._loan_of(parameter)
@@ -73,10 +97,9 @@ class CompressedParameters:
         for memory, loans in self._by_memory(parameters):
             memory.join(loans)
 
-    def compress(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Splits these, or all that were split before, and frees their memory."""
-        again = [(memory, [loan for loan in memory.loans if loan.was_split]) for memory in self._memories]
-        for memory, loans in self._by_memory(parameters) if parameters is not None else again:
+    def compress(self, parameters: Iterable[Tensor]) -> None:
+        """Splits those that are joined, and frees their memory."""
+        for memory, loans in self._by_memory(parameters):
             memory.compress(loans, self._step_now())
 
     def begin_window(self, window: int) -> None:
@@ -113,17 +136,16 @@ def _memory_of(loan: Loan) -> SplitMemory | None:
 class CompressedWeights(LentWeights):
     """Lent copies that say, together with their rests, all about the parameters of optimizers."""
 
-    def __init__(self, *args: Any, rest_dtype: torch.dtype, step_now: Callable[[], int], **settings: Any) -> None:
+    def __init__(self, *args: Any, storage: str, step_now: Callable[[], int], **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._step_now = step_now
-        self.compressed = CompressedParameters(rest_dtype, self._loan_to_split, step_now)
+        self.compressed = CompressedParameters(storage, self._loan_to_split, step_now, prepare=self._make_all_loans)
 
-    def begin(self, optimizers: Iterable[Optimizer]) -> None:
-        """Makes the copies of the optimizers' parameters, which stay where they are from now on."""
-        for root in [self._model] if private_api.has_compiled_steps(self._model) else [c.module for c in self._calls]:
+    def _make_all_loans(self) -> None:
+        """Copies stay where they are from then on, as compiled code needs it."""
+        compiled = private_api.has_compiled_steps(self._model)
+        for root in [self._model] if compiled else [call.module for call in self._calls]:
             self._places_of(root)
-        for optimizer in optimizers:
-            self.compressed.take([p for group in optimizer.param_groups for p in group["params"]])
 
     def _loan_to_split(self, parameter: Tensor) -> SplitLoan | None:
         loan = self._loans.get(parameter)
@@ -205,7 +227,7 @@ class CompressedWeights(LentWeights):
 
 @contextmanager
 def compressed_shards(
-    module: nn.Module, dtype: torch.dtype, rest_dtype: torch.dtype, step_now: Callable[[], int]
+    module: nn.Module, dtype: torch.dtype, storage: str, step_now: Callable[[], int]
 ) -> Iterator[CompressedParameters]:
     """The same of the shards of FSDP2, which gathers copies instead of casting shards, for the time of a run.
 
@@ -221,9 +243,18 @@ def compressed_shards(
             f" {torch.__version__} does not have ({error}). Use storage='fp32'."
         ) from None
     shards = {id(shard.sharded): shard for shard in gathered}
-    compressed = CompressedParameters(
-        rest_dtype, lambda p: GatheredLoan(shards[id(p)]) if id(p) in shards else None, step_now
-    )
+
+    def loan_of(parameter: Tensor) -> SplitLoan | None:
+        shard = shards.get(id(parameter))
+        return GatheredLoan(shard) if shard is not None else None
+
+    def prepare() -> None:
+        inner = {part for unit in units for part in unit.modules() if part is not unit}
+        for unit in units:
+            if unit not in inner:
+                private_sharding_api.make_ready(unit)
+
+    compressed = CompressedParameters(storage, loan_of, step_now, prepare=prepare)
     try:
         yield compressed
     finally:

@@ -143,7 +143,8 @@ class GatheredLoan(SplitLoan):
 
     def __init__(self, fsdp: private_sharding_api.GatheredShard) -> None:
         super().__init__(fsdp.sharded, fsdp.sharded.detach())
-        self.fsdp, self.is_seen = fsdp, True
+        self.fsdp = fsdp
+        self.is_seen = self.was_split = True  # there is no forward to watch
         self.users = private_api.users_of_memory(self.local)
 
     @property
