@@ -145,7 +145,7 @@ class GatheredLoan(SplitLoan):
         super().__init__(fsdp.sharded, fsdp.sharded.detach())
         self.fsdp = fsdp
         self.is_seen = self.was_split = True  # there is no forward to watch
-        self.users = private_api.users_of_memory(self.local)
+        self.users = 0
 
     @property
     def room(self) -> int:
@@ -160,6 +160,7 @@ class GatheredLoan(SplitLoan):
     def move_copy(self, high: Tensor) -> None:
         """Nothing is computed with a copy of its own."""
         self.renew(high[:0])
+        self.users = private_api.users_of_memory(self.local)
 
     def give(self, part: Tensor, row: Tensor, at: int) -> None:
         """Also to FSDP2, for gathering."""
@@ -267,11 +268,13 @@ class SplitMemory:
         kept: list[tuple[_Run, Tensor, int]] = []
         for run, numbers, users in self._joined:
             start, at = run[0].start, numbers.data_ptr()
+            parts = [loan.local if loan.is_sharded else loan.parameter for loan in run]
             there = [
                 loan
-                for loan in run
-                if (loan.local if loan.is_sharded else loan.parameter).data_ptr() == at + 4 * (loan.start - start)
+                for loan, part in zip(run, parts, strict=True)
+                if part.data_ptr() == at + 4 * (loan.start - start) or part.numel() == 0  # which is nowhere
             ]
+            del parts
             elsewhere = len(run) - len(there)
             is_held = private_api.users_of_memory(numbers) > users - elsewhere
             if is_held or [loan for loan in there if id(loan) not in wanted]:
