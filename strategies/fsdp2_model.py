@@ -26,8 +26,6 @@ from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
-from lightning_mp.precision.master_weights import MasterWeightsPrecision
-from lightning_mp.precision.masters.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
 #: Methods of a LightningModule that begin with a forward.
@@ -160,7 +158,9 @@ def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precis
         low = None  # what is gathered in 16 bit could not be evaluated in fp32
     if low is not None and precision.endswith("-mixed"):
         return sharding_units(gathered_dtypes(module, policy, low), names, low)
-    if low is not None and isinstance(plugin, MasterWeightsPrecision):
+    if low is not None and hasattr(plugin, "storage"):  # fp32 shards are the masters
+        from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
+
         kept = kept_in_float32(module, with_exact_parametrizations(policy, module), low)
         return sharding_units(_gathered(module, lambda _, part: torch.float32 if part in kept else LOW), names, low)
     in_own_dtype = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.former_masters import MASTER_KEY, have_been_trained, say_what_was_read
 from lightning_mp.checkpoints.single_file import (
     load_full_checkpoint,
     refuse_other_groups,
@@ -105,16 +104,24 @@ def load_sharded_checkpoint(
     for number, optimizer in enumerate(optimizers):
         _load_optimizer(path, f"optimizer_{number}", model, optimizer, metadata, weights_only)
     rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=weights_only)
-    if have_been_trained(rest):
-        _load_former_masters(path, model, weights, metadata, weights_only)
+    _load_former_masters(path, rest, model, weights, metadata, weights_only)
     return rest
 
 
 def _load_former_masters(
-    path: Path, model: nn.Module, weights: Mapping[str, Any], metadata: "Metadata", weights_only: bool | None
+    path: Path,
+    rest: Mapping[str, Any],
+    model: nn.Module,
+    weights: Mapping[str, Any],
+    metadata: "Metadata",
+    weights_only: bool | None,
 ) -> None:
+    """Weights of older checkpoints are rounded; the numbers that were rounded lie with the optimizers."""
     from lightning_mp.checkpoints.checked_folder import load_shards
+    from lightning_mp.checkpoints.former_masters import MASTER_KEY, have_been_trained, say_what_was_read
 
+    if not have_been_trained(rest):
+        return
     places = [place for place in metadata.planner_data.values() if place[-1] == MASTER_KEY and place[2] in weights]
     masters: dict[str, Any] = {}
     for optimizer, _, name, _ in places:

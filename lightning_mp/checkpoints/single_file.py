@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.former_masters import take_masters
-
 
 def full_optimizer_state(optimizer: Optimizer, *, keep: bool) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` gives on one device: whole tensors on the CPU, parameters by number.
@@ -38,6 +36,8 @@ def load_full_checkpoint(
     checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     # Brings seventy modules of torch along, so not at the top.
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    from lightning_mp.checkpoints.former_masters import take_masters
 
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     masters = {names[p]: master for p, master in take_masters(checkpoint, optimizers).items()}

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -76,6 +77,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_subclasses", "tensors with device, dtype and autograd but no numbers, for estimates of memory"),
     (torch, "_C", "where the next name is kept"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key", "whether this torch's autocast knows an operation"),
+    (torch._C, "_dispatch_get_all_op_names", "which operations there are; the entry above raises for others"),
     (torch._C, "_current_autograd_node", "shows whether an operation runs in backward, and for which part of forward"),
     (torch.autograd, "_get_sequence_nr", "marks the parts of a forward, to recognise them in its backward"),
     (torch.autograd.graph.Node, "_sequence_nr", "the same mark of a node of the graph"),
@@ -87,12 +89,8 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
     (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
-    (torch.nn.utils.parametrizations, "_Orthogonal", "a weight that needs matrix decompositions, which are fp32 only"),
     (torch.nn.Module, "_compiled_call_impl", "shows that a module was compiled in place; what calls it is asked first"),
-    (torch.nn.Module, "_call_impl", "a module's own call, below what is asked first"),
-    (_A_MODULE, "_parameters", "where modules find their weights"),
     (_A_MODULE, "_modules", "shows what torch.compile has put around a module"),
-    (torch.nn.RNNBase, "_init_flat_weights", "makes the list in which recurrent layers find their weights, too"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (automatic, "_AutomaticOptimization", "the loop of the next name"),
@@ -146,9 +144,16 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def autocast_knows(operation: str) -> bool:
-    """Whether an operation is on any list of autocast on CUDA, in the torch that runs."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", "AutocastCUDA"))
+def autocast_knows(operation: str, device_type: str = "cuda") -> bool:
+    """Whether an operation is on any list of autocast on a device type, in the torch that runs."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}[device_type]
+    name = f"aten::{operation}"
+    return name in _operation_names() and bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+@cache
+def _operation_names() -> frozenset[str]:
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def foreach_clamp_(tensors: Sequence[Tensor], limit: float) -> None:
@@ -165,11 +170,6 @@ def version_of(tensor: Tensor) -> int:
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """:func:`version_of` each, without a call for each."""
     return [tensor._version for tensor in tensors]
-
-
-def memory_of(tensor: Tensor) -> int:
-    """A number of the memory that a tensor lies in."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def shares_memory(tensor: Tensor) -> bool:
@@ -477,78 +477,9 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 
 def compiled_call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
     """What ``module.compile()`` has made of the module's call; None if it was not compiled in place."""
-    call: Callable[..., Any] | None = module._compiled_call_impl
-    return call.compiled if isinstance(call, InterceptedCall) else call
-
-
-class InterceptedCall:
-    """Is called in the place of a module's own call, until :meth:`remove`; subclasses define ``__call__``.
-
-    ``Module.__call__`` asks for a compiled call first, and finds this. torch.compile never traces it, and copies and
-    pickles of the module leave it out.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        below = vars(module).get("_compiled_call_impl")
-        self.compiled: Callable[..., Any] | None = below.compiled if isinstance(below, InterceptedCall) else below
-        self._below = below
-        #: The call that it replaces.
-        self.call: Callable[..., Any] = below if below is not None else module._call_impl
-        vars(module)["_compiled_call_impl"] = self
-
-    def remove(self) -> None:
-        """Puts back what was there, unless the module was compiled since."""
-        if vars(self.module).get("_compiled_call_impl") is self:
-            del self.module._compiled_call_impl
-            if self._below is not None:
-                vars(self.module)["_compiled_call_impl"] = self._below
-
-
-def holders_of_weights(module: torch.nn.Module) -> list[Any]:
-    """The dictionary in which a module finds its own weights, and the list that recurrent layers have beside it."""
-    flat = vars(module).get("_flat_weights")
-    return [module._parameters, flat] if flat else [module._parameters]
-
-
-def places_of_weights(module: torch.nn.Module) -> list[tuple[Any, Any, torch.nn.Parameter]]:
-    """Where a module finds its own weights: one of :func:`holders_of_weights`, the key in it, and the weight."""
-    return [
-        (held, key, weight)
-        for held in holders_of_weights(module)
-        for key, weight in (held.items() if isinstance(held, dict) else enumerate(held))
-        if isinstance(weight, torch.nn.Parameter)
-    ]
-
-
-def move_gradients(sources: Sequence[Tensor], targets: Sequence[Tensor], *, hooks: bool = True) -> None:
-    """Gives tensors the gradients of others, which have none afterwards, and shares their hooks.
-
-    Raises:
-        RuntimeError: if there are hooks of a kind that cannot be shared.
-    """
-    for source, target in zip(sources, targets, strict=True):
-        target.grad, source.grad = source.grad, None
-        if hooks:
-            target._backward_hooks = source._backward_hooks
-            if source._post_accumulate_grad_hooks:
-                raise RuntimeError(
-                    "MasterWeightsPrecision under DDP: hooks of register_post_accumulate_grad_hook would see gradients"
-                    " that are not averaged over ranks. Use on_before_optimizer_step, FSDP2Strategy or"
-                    " AutocastPrecision."
-                )
-
-
-def set_grad_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    """Lets a parameter have gradients of a dtype, and casts the one that it has."""
-    gradient, parameter.grad = parameter.grad, None
-    parameter.grad_dtype = dtype
-    parameter.grad = None if gradient is None else gradient.to(dtype)
-
-
-def is_orthogonal_parametrization(module: torch.nn.Module) -> bool:
-    """Whether this is what ``parametrizations.orthogonal`` makes a weight with."""
-    return isinstance(module, torch.nn.utils.parametrizations._Orthogonal)
+    call: Any = module._compiled_call_impl
+    compiled: Callable[..., Any] | None = getattr(call, "compiled_below", call)  # below an intercepted call
+    return compiled
 
 
 def scheduler_parts(scheduler: LRScheduler) -> tuple[Sequence[LRScheduler], Sequence[int]]:
@@ -574,15 +505,6 @@ def has_other_step_hooks(before: RemovableHandle, after: RemovableHandle) -> boo
         or len(_OPTIMIZER_MODULE._global_optimizer_pre_hooks) > 1
         or len(_OPTIMIZER_MODULE._global_optimizer_post_hooks) > 0
     )
-
-
-def is_next_to_the_step(before: RemovableHandle, after: RemovableHandle) -> bool:
-    """Whether nothing else is called between these hooks of an optimizer and its step."""
-    hooks_before, hooks_after = before.hooks_dict_ref(), after.hooks_dict_ref()
-    if hooks_before is None or hooks_after is None:
-        return False
-    last, first = list(hooks_before)[-1], next(iter(hooks_after))
-    return bool(last == before.id and first == after.id)
 
 
 def make_room_for_hooks(optimizer: Optimizer) -> None:

@@ -1,6 +1,6 @@
 """fp32 weights that modules compute with in 16 bit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike, PrecisionPolicy
+from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.precision.autocast_context import AutocastRun, warn_about_emulated_bf16
 from lightning_mp.precision.base import GradientStepPrecision, PluginRun
 from lightning_mp.precision.masters.checks import (
@@ -46,11 +47,7 @@ from lightning_mp.precision.masters.fp32_gradients import Fp32GradientEpilogue, 
 from lightning_mp.precision.masters.fp32_steps import Fp32Steps
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
 from lightning_mp.precision.masters.lent_weights import LentWeights
-from lightning_mp.precision.masters.weights_in_float32 import (
-    kept_in_float32,
-    widen_trained_weights,
-    with_exact_parametrizations,
-)
+from lightning_mp.precision.masters.widened_weights import averages_of, widen_trained_weights
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
@@ -64,78 +61,57 @@ class MasterWeightsRun(PluginRun):
     compressed: CompressedParameters | None = None  # those that are split between steps
     gradients: Fp32Gradients = field(default_factory=Fp32Gradients)
     steps: dict[Optimizer, Fp32Steps] = field(default_factory=dict)
-    half_range: HalfRange | None = None  # of fp16 weights that are trained
+    half_range: HalfRange | None = None  # of weights of which there are fp16 copies
+    in_16_bit: Collection[Tensor] = ()  # weights that are computed with in 16 bit
 
 
 class MasterWeightsPrecision(GradientStepPrecision):
-    """fp16 or bf16 weights, activations and gradients; the optimizer updates fp32 master weights.
+    """fp32 weights that modules compute with in 16 bit: cast once per optimizer step, with 16-bit gradients.
 
-    Like Lightning's "bf16-true" and "16-true", but accurate: an update smaller than half the last bit of a 16-bit
-    weight (1e-3 for a bf16 weight of 1) is not lost, moments are fp32, and fp16 uses a loss scale::
+    As :class:`~lightning_mp.AutocastPrecision`, but a weight is cast once per window of accumulation, regardless of the
+    number of micro-batches and forwards, and its gradient is 16 bit. As accurate as that, and as fast as Lightning's
+    "bf16-true" and "16-true", which lose an update smaller than half the last bit of a weight (1e-3 for a bf16 weight
+    of 1)::
 
         trainer = L.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
 
-    A weight is cast once per optimizer step, regardless of the number of micro-batches and forwards. If other code
-    changes a weight between steps (clamping, a projection, also through ``.data``), its master is updated to match;
-    only weights that may have changed are read for this. Bytes per trainable parameter, with Adam:
+    Parameters are fp32 for steps, hooks, callbacks, optimizers and checkpoints; only inside of a module call the
+    module's weights are 16-bit copies of them (:mod:`lightning_mp.precision.masters.lent_weights`). Target networks,
+    clamps, averages and collectives work on fp32 parameters, and any precision resumes a checkpoint. Steps run under
+    autocast with the policy, which casts what no copy reaches (buffers, frozen weights, functional calls). Where code
+    turns autocast off, modules compute with their fp32 weights. Norms, parametrizations, modules that a policy keeps
+    in another dtype, and a LightningModule's own weights are not copied. Bytes per trainable parameter, with Adam:
 
     =========================================== ====== ======== ====== ======= ===
-    between two steps                           weight gradient master moments sum
+    between two steps                           weight gradient copy   moments sum
     =========================================== ====== ======== ====== ======= ===
-    ``storage="fp32"``                          2      2        4      8       16
-    ``storage="remainder"``                     2      2        2      8       14
-    ``storage="24bit"``                         2      2        1      8       13
-    ``storage="fp32", fp32_gradients=True``     2      4        4      8       18
+    ``storage="fp32"``                          4      2        2      8       16
+    ``storage="fp32", fp32_gradients=True``     4      4        2      8       18
     ``AutocastPrecision``                       4      4        0      8       16
     Lightning's "bf16-true"                     2      2        0      4       8
     =========================================== ====== ======== ====== ======= ===
 
-    A step temporarily adds an fp32 copy of the gradients (4 bytes) and, unless they are stored, fp32 masters (4 bytes).
-    Optimizers of ``torch.optim`` that update each parameter independently (all but LBFGS and SparseAdam) step in blocks
-    of 64 MiB or 1/32 of the parameters, whichever is larger, unless other hooks surround their steps; these copies then
-    exist for one block at a time. A parameter that is frozen, or in no optimizer, takes 2 bytes and has no master. If
-    it is unfrozen or added (``add_param_group``) later, its master starts from its 16-bit weight, and is saved and
-    loaded from then on.
+    A step temporarily adds an fp32 copy of the gradients (4 bytes). Optimizers of ``torch.optim`` that update each
+    parameter independently (all but LBFGS and SparseAdam) step in blocks of 64 MiB or 1/32 of the parameters, whichever
+    is larger, unless other hooks surround their steps; these copies then exist for one block at a time. A frozen weight
+    takes what it was loaded in, 2 bytes if in 16 bit. Trainable weights that were loaded in 16 bit become fp32.
 
-    As with Lightning's "bf16-true", floating-point tensors in a batch are cast to 16 bit, and tensors created in
-    ``forward`` are 16 bit by default. In contrast to it, modules are created in fp32, so that masters start from the
-    unrounded initial weights, and these stay fp32: buffers, the weights of norms with running statistics, and the
-    states of torchmetrics. A buffer added to activations therefore promotes them to fp32; cast it where it is used:
-    ``x + self.table.to(x.dtype)``.
-
-    With a ``policy``, steps run under autocast instead, as with ``AutocastPrecision``: batches are not cast, tensors
-    created in ``forward`` are fp32 by default, and autocast decides where no rule matches. 16-bit weights need no cast.
-    Weights of modules for which the policy requests another dtype are stored, trained and saved in fp32, without a
-    master (4 bytes for the weight, 4 for its gradient), and so are weights that such a module shares with others.
+    Under DDP gradients are reduced in 16 bit; weights that are used outside of a module's forward are refused there.
+    Under FSDP nothing is copied: fp32 shards are gathered in 16 bit, and gradients are reduced in fp32.
 
     The largest fp16 number is 65,504. Initial weights beyond it are refused. A weight that a step would push beyond it
-    is clamped to ±65,504 together with its master; the step counts as taken, and a warning names the weight.
-
-    Works with any ``torch.optim.Optimizer`` that finds its parameters in its ``param_groups``. Under ``FSDPStrategy``
-    the fp32 shards are the masters: weights are cast when they are gathered, and gradients are reduced in fp32.
+    is clamped to ±65,504; the step counts as taken, and a warning names the weight.
 
     Args:
         precision: "bf16-true" or "16-true".
-        storage: "fp32" stores whole masters. "remainder" stores only the 16 bits that a bf16 weight lacks:
-            bit-identical masters in 2 bytes less (:mod:`lightning_mp.precision.masters.bf16_remainder`). After
-            backward, a clipped step of a fused AdamW moves 46 bytes per parameter, 71 with "remainder". "24bit" stores
-            8 of these bits, 3 bytes less than "fp32", and moves 81 bytes: after each step masters are rounded to 15
-            bits of fraction, a relative error below 2^-15. Rounding is stochastic, because rounding to nearest would
-            lose every update below 1.5e-5 to a weight of 1. It is also reproducible: it depends on number and step
-            only, so that runs, ranks and resumes are bit-identical. With 8-bit moments (``AdamW8bit`` of torchao or
-            bitsandbytes) this takes 7 bytes per parameter, gradients included.
+        storage: "fp32" keeps parameters as they are.
         scaler: any ``torch.amp.GradScaler`` for "16-true"; None creates a :class:`~lightning_mp.LossScaler`.
-        fp32_gradients: accumulate the gradients of a window in fp32; on a single device.
-        fp32_checkpoints: ``state_dict`` of the module returns the fp32 masters in place of 16-bit weights, so that a
-            checkpoint can be loaded in full precision anywhere, including by Lightning's own precisions. The plugins
-            of this package, with or without masters, resume exactly without it: the optimizer state holds the masters.
-        compiled_step: run the step of ``torch.optim.AdamW``, ``torch.optim.SGD`` or lion-pytorch's ``Lion``, neither
-            fused nor foreach, as one loop per parameter compiled by ``torch.compile``, from unscaling to the rounded
-            weight. AdamW then moves 28 bytes per parameter, 26 with "remainder", and needs no fp32 gradients. Results
-            are those of the optimizer to the bit, except where AdamW's square root in torch is not rounded correctly.
-            Not verified on GPUs.
+        fp32_gradients: accumulate the gradients of a window in fp32; not under DDP, and always under FSDP.
+        fp32_checkpoints: always True, because weights are fp32.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: modules and operations that run in
-            another dtype. The resolved rules are printed at set-up.
+            another dtype. "default" is :meth:`PrecisionPolicy.default() <lightning_mp.PrecisionPolicy.default>`, norms,
+            softmax and losses in fp32 on every device; None is torch's autocast alone. Rules that you give are printed
+            at set-up.
         weight_by: see :class:`~lightning_mp.AutocastPrecision`.
 
     Raises:
@@ -215,8 +191,11 @@ class MasterWeightsPrecision(GradientStepPrecision):
         in_float32 = kept_in_float32(module, policy, self.dtype)
         autocast = AutocastRun(module, device_type, self.dtype, eval_dtype=self.dtype, policy=policy)
         self._start_autocast(autocast, announced=self._announces_policy)
-        widen_trained_weights(module)
+        widen_trained_weights(module, copies=averages_of(run.trainer))
         check_half_range(module, self.dtype, in_float32)
+        run.in_16_bit = {
+            p for part in module.modules() if part not in in_float32 for p in part.parameters(recurse=False)
+        }
         if self._is_gathered_in_16_bit(module):
             return module
         settings = module, self.dtype, device_type, in_float32
@@ -283,15 +262,14 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
-        run.steps = {o: steps for o, steps in run.steps.items() if o in run.trainer.optimizers}
+        for former in run.steps.keys() - {*run.trainer.optimizers, optimizer}:
+            run.steps.pop(former).remove()
         if run.compressed is None:
             steps = Fp32Steps(optimizer, run.gradients)
         else:
             steps = CompressedSteps(optimizer, run.gradients, run.compressed)
         run.steps[optimizer] = steps
         run.ends.callback(steps.remove)
-        if run.half_range is not None:
-            run.ends.callback(optimizer.register_step_post_hook(run.half_range.clamp_).remove)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -325,8 +303,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def backward_context(self) -> Iterator[None]:
         """Activation checkpoints compute again with the copies of their forward."""
         lent = self._lent
-        lending = lent.lending(self._run.trainer.lightning_module, cast=False) if lent is not None else nullcontext()
-        with super().backward_context(), lending:
+        with super().backward_context(), lent.recomputing() if lent is not None else nullcontext():
             yield
 
     def backward(  # type: ignore[override]
@@ -358,11 +335,14 @@ class MasterWeightsPrecision(GradientStepPrecision):
         if run.lent is not None:
             run.lent.refuse_gradients_of_leaves()
         try:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+            result = super().optimizer_step(optimizer, model, closure, **kwargs)
+            if run.half_range is not None:
+                run.half_range.clamp_([p for g in optimizer.param_groups for p in g["params"] if p in run.in_16_bit])
+            return result
         finally:
             for steps in run.steps.values():
                 steps.gather_blocks()
-            run.gradients.put_back()
+            run.gradients.put_back(p for group in optimizer.param_groups for p in group["params"])
             run.gradients.factor = None
             if run.lent is not None:
                 run.lent.end_window()

@@ -1,12 +1,12 @@
 """What a preflight has found in a Trainer, a module and its data: plain values, which the checks read."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from lightning_mp.core.precisions import format_of
-from lightning_mp.planning.advice.device_traits import DeviceTraits
+from lightning_mp.flops.device_traits import DeviceTraits
+from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler
+from lightning_mp.policy.fails_in_16_bit import RefusedIn16Bit
 
-AfterItsEnd = Literal["raises", "rises", "zero", "stays"]
 """What a scheduler does when it is stepped more often than it was planned for."""
 
 
@@ -19,7 +19,10 @@ class FoundPrecision:
     has_masters: bool = False  # 16-bit weights have fp32 masters
     has_scaler: bool = False  # losses are scaled by the plugin
     needs_closure: bool = False  # the plugin makes a step only where `optimizer.step` is given the closure
+    takes_a_policy: bool = True  # the plugin has the argument `policy`
     emulates_fp8: bool = False  # fp8 was set without the units
+    no_fp8_layer: str = ""  # why nothing would multiply in fp8, as the plugin says at set-up; "" if something does
+    is_compiled: bool = True  # torch.compile was called on a part of the module
     own_scalers: tuple[str, ...] = ()  # attributes of the module that are enabled `GradScaler` objects
     of_strategy: str = ""  # a second setting for precision, at the strategy; "" for none
 
@@ -54,18 +57,6 @@ class FoundLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundScheduler:
-    """A learning-rate scheduler that was planned for a number of calls."""
-
-    name: str  # its class
-    setting: str  # the argument that was read
-    planned: int | float  # how many calls it was planned for; `math.inf` where the length of the run was not known
-    interval: str  # what Lightning calls it after: "step" or "epoch"
-    frequency: int = 1  # after every how many of these
-    after_its_end: AfterItsEnd = "stays"  # what it does when it is called more often
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRun:
     """How long the run is."""
 
@@ -76,6 +67,7 @@ class FoundRun:
     window_lengths: frozenset[int] = frozenset({1})  # micro-batches per optimizer step, all that the run may use
     data_ranks: int = 1  # ranks that see different data
     clip_value: float | None = None  # the Trainer's `gradient_clip_val`
+    detects_anomalies: bool = False  # Trainer(detect_anomaly=True)
     is_manual: bool = False  # the module steps its optimizers itself
     needs_all_gradients: bool = False  # DDP waits for the gradient of every trainable parameter
 
@@ -91,6 +83,8 @@ class FoundStep:
     closure_before_step: bool = False  # `optimizer_step` ran the closure itself and stepped without it
     ignores_clipping: bool = False  # `configure_gradient_clipping` was given a value and did nothing
     draws_anew: bool = False  # random numbers of recomputed modules differ from those of their forward
+    weight_copies: tuple[tuple[str, int], ...] = ()  # of which backward keeps several, with their number
+    copied_bytes: int = 0  # of the 16-bit copies beyond the first of each weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,4 +142,6 @@ class Found:
     memory: FoundMemory | None = None  # of one micro-batch
     checkpoint: FoundCheckpoint | None = None  # that the run is to resume from
     dtype_error: str = ""  # what torch said about dtypes in the training step; "" if nothing
+    # the first operation that torch would refuse, and in which format; None if there is none
+    refused_in_16_bit: tuple[str, RefusedIn16Bit] | None = None
     refusals: tuple[tuple[str, str], ...] = ()  # what callbacks will refuse, each with its reason

@@ -20,11 +20,13 @@ from small_models import Regression, fit, loader, quiet_trainer, regression_batc
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_mp.core import private_api, private_loop_api, private_sharding_api
+from lightning_mp.core import private_api, private_loop_api, private_module_api, private_sharding_api
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 
 SEAMS = ast.parse(Path(private_api.__file__).read_text())
 LOOP_SEAMS = ast.parse(Path(private_loop_api.__file__).read_text())
+MODULE_SEAMS = ast.parse(Path(private_module_api.__file__).read_text())
+PRIVATE_NAMES = private_api.PRIVATE_NAMES + private_module_api.PRIVATE_NAMES
 SHARDING_SEAMS = ast.parse(Path(private_sharding_api.__file__).read_text())
 
 MADE_BY_INIT = {"_per_optimizer_states"}
@@ -33,9 +35,10 @@ GUARDED_ELSEWHERE = {
     # below, by test_grad_scaler_keeps_its_state_where_a_subclass_finds_it
     *MADE_BY_INIT,
     # accumulation/test_carry_over_epochs.py, resume/test_resumable_progress.py
+    "_detect_anomaly",  # test_the_trainer_knows_whether_it_detects_anomalies
     *("_batches_that_stepped", "_combined_loader", "_combined_loader_states_to_load", "_data_fetcher"),
     "_skip_next_val",
-    # flops/test_whole_parameters.py
+    # modules/test_whole_parameters.py
     *("_handle", "_params", "_shapes", "_param_infos", "_shared_param_infos"),
     # policy/test_policy_sharding.py, strategies/test_fsdp2_strategy.py, test_fsdp2_resting_layers.py,
     # gradients/test_agreed_units.py
@@ -60,34 +63,33 @@ GUARDED_ELSEWHERE = {
 # -- the list ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "reason"), private_api.PRIVATE_NAMES, ids=[name for _, name, _ in private_api.PRIVATE_NAMES]
-)
+@pytest.mark.parametrize(("owner", "name", "reason"), PRIVATE_NAMES, ids=[name for _, name, _ in PRIVATE_NAMES])
 def test_every_private_name_is_still_there(owner, name, reason):
     assert hasattr(owner, name)
     assert reason
 
 
 def test_the_list_has_no_doubles():
-    keys = [(owner, name) for owner, name, _ in private_api.PRIVATE_NAMES]
-    assert len(set(keys)) == len(keys)
+    for names in (private_api.PRIVATE_NAMES, private_module_api.PRIVATE_NAMES):
+        keys = [(owner, name) for owner, name, _ in names]
+        assert len(set(keys)) == len(keys)
 
 
 def test_every_private_name_that_the_seams_touch_is_listed():
     """Attributes of others and imported functions."""
     attributes = {
         node.attr
-        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(SHARDING_SEAMS))
+        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(MODULE_SEAMS), *ast.walk(SHARDING_SEAMS))
         if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }
     imported = {
         alias.name
-        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(SHARDING_SEAMS))
+        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(MODULE_SEAMS), *ast.walk(SHARDING_SEAMS))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     private = {name for name in attributes | imported if name.startswith("_") and not name.startswith("__")}
-    assert private - GUARDED_ELSEWHERE - {name for _, name, _ in private_api.PRIVATE_NAMES} == set()
+    assert private - GUARDED_ELSEWHERE - {name for _, name, _ in PRIVATE_NAMES} == set()
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
@@ -499,5 +501,10 @@ def test_a_module_that_clips_with_its_own_numbers_reaches_the_plugin_through_the
 
 
 def test_lightning_is_the_version_that_these_guards_were_written_for():
-    """Its minor version; with another one read this file and the changes of Lightning side by side."""
-    assert pl.__version__.split(".")[:2] == ["2", "6"]
+    """Its minor versions; with another one read this file and the changes of Lightning side by side."""
+    assert pl.__version__.split(".")[:2] in (["2", "6"], ["2", "7"])
+
+
+@pytest.mark.parametrize("detect_anomaly", [True, False])
+def test_the_trainer_knows_whether_it_detects_anomalies(detect_anomaly):
+    assert private_loop_api.detects_anomalies(quiet_trainer(detect_anomaly=detect_anomaly)) is detect_anomaly

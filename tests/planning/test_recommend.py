@@ -11,9 +11,9 @@ import yaml
 
 import lightning_mp
 from lightning_mp import recommend
+from lightning_mp.flops.device_traits import find_device, named_device
 from lightning_mp.flops.hardware import known_chips
 from lightning_mp.planning import DecoderConfig, decoder_memory
-from lightning_mp.planning.advice.device_traits import find_device, named_device
 from lightning_mp.planning.advice.recommendation import Component
 
 LLAMA_8B = DecoderConfig(layers=32, width=4096, vocabulary=128256, heads=32, kv_heads=8, ffn_width=14336)
@@ -110,6 +110,7 @@ def test_fp8_is_for_large_products_only_and_to_be_measured():
     for model, reason in (
         (GPT2, "No fp8 at a width of 768"),
         ("8B", "give the shape of the model"),
+        (DecoderConfig(layers=16, width=1520, vocabulary=50257, heads=19), "No fp8 at a width of 1520"),
         (replace(LLAMA_8B, ffn_width=14335), "ffn_width 14335 is not a multiple of 16"),
     ):
         row = recommend("H100", model=model).choice("precision")

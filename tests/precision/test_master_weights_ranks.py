@@ -188,7 +188,7 @@ def test_manual_optimization_and_hooks_under_ddp() -> None:
             partial(ByHand, "backward"),
             r"loss.backward\(\) adds gradients to the 16-bit copies.*manual_backward\(loss\)",
         ),
-        (Penalised, "more.weight was used outside of a module's forward .*policy={'name.of.module': 'fp32'}"),
+        (Penalised, "more.weight was used outside of a module's forward, .*policy={'name.of.module': 'fp32'}"),
         (Writing, "forward writes to more.weight, of which DDP has hooked 16-bit copies.*policy="),
         (Hooked, "hooks of register_post_accumulate_grad_hook would see gradients that are not averaged"),
     ],

@@ -29,7 +29,7 @@ PRECISIONS: dict[str, Callable[[], list[Any]]] = {
     "autocast": lambda: [AutocastPrecision("bf16-mixed")],
     "masters": lambda: [MasterWeightsPrecision("bf16-true")],
     "no policy": lambda: [MasterWeightsPrecision("bf16-true", policy=None)],
-    "fp8": lambda: [Float8Precision("rowwise", emulate=True, skip_first_and_last=False)],
+    "fp8": lambda: [Float8Precision("rowwise", skip_small=False, emulate=True, skip_first_and_last=False)],
 }
 STOCK = ("stock-32", "stock-mixed", "stock-true")
 WRITTEN = Path(__file__).parents[1] / "checkpoints" / "written_by_3279c5e"

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.precisions import MASTER_DTYPES
 from lightning_mp.precision.autocast_context import why_no_autocast
 
@@ -31,7 +32,7 @@ def check_arguments(precision: str, storage: str, scaler: object, fp32_checkpoin
             f"MasterWeightsPrecision('bf16-true') takes no scaler, got {type(scaler).__name__}: bf16 has the range of"
             " fp32. Leave the scaler out, or use '16-true'."
         )
-    if fp32_checkpoints is not True:
+    if not true_or_false(fp32_checkpoints, "fp32_checkpoints", "MasterWeightsPrecision"):
         raise ValueError(
             f"MasterWeightsPrecision(fp32_checkpoints={fp32_checkpoints!r}): weights are fp32, and so are those of its"
             " checkpoints. Leave the argument out."

@@ -70,12 +70,16 @@ class Fp32Gradients:
             parameter.grad = copy
             self._shown.append((parameter, gradient, copy))
 
-    def put_back(self, *, written: bool = False) -> None:
-        """Gives parameters their 16-bit gradients again, as they were before :meth:`show`.
+    def put_back(self, parameters: Iterable[Tensor] | None = None, *, written: bool = False) -> None:
+        """Gives these parameters, or all, their 16-bit gradients again, as they were before :meth:`show`.
 
         With ``written``, what hooks have made of the copies is cast to 16 bit: another backward adds to it.
         """
         shown, self._shown = self._shown, []
+        if parameters is not None:
+            asked = {id(parameter) for parameter in parameters}
+            self._shown = [entry for entry in shown if id(entry[0]) not in asked]
+            shown = [entry for entry in shown if id(entry[0]) in asked]
         for parameter, own, copy in shown:
             now, parameter.grad = parameter.grad, None
             parameter.grad_dtype = own.dtype

@@ -72,4 +72,4 @@ class Fp32Steps:
         self.gradients.show(parameters)
 
     def _end_block(self, parameters: list[Tensor]) -> None:
-        self.gradients.put_back()
+        self.gradients.put_back(parameters)

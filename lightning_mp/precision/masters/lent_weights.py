@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_api, private_module_api
 from lightning_mp.core.messages import listed
 from lightning_mp.gradients.gradient_ops import local_shard
 
@@ -118,6 +118,7 @@ class LentWeights:
         self._loans: dict[Tensor, Loan] = {}
         self._written: set[Tensor] = set()  # forward writes to them: they are not lent
         self._places: dict[nn.Module, tuple[list[_Place], list[Loan], list[Tensor]]] = {}
+        self._known: list[_Place] | None = None
         self._checked: set[nn.Module] = set()
         #: Raised by each optimizer step.
         self.window = 0
@@ -147,16 +148,26 @@ class LentWeights:
             self.is_open, self.is_trusted = before
 
     @contextmanager
-    def lending(self, root: nn.Module, *, cast: bool = True) -> Iterator[None]:
-        """Copies are in the place of a module's weights; cast again where they may be too old.
-
-        Without ``cast`` they are what they were: for what activation checkpoints compute again.
-        """
+    def lending(self, root: nn.Module) -> Iterator[None]:
+        """Copies are in the place of a module's weights; cast again where they may be too old."""
         with private_api.without_function_modes():  # a policy's mode sees each access to a tensor's attributes
             places, loans = self._places_of(root)
-            if cast:
-                self._cast_again(loans)
+            self._cast_again(loans)
             put = self._put_in_place(root, places)
+        with self._lent(put):
+            yield
+        self._check_writes(root, loans)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Activation checkpoints compute again with the copies of their forward, as these are."""
+        with private_api.without_function_modes():
+            put = self._put_in_place(self._model, self._known_places())
+        with self._lent(put):
+            yield
+
+    @contextmanager
+    def _lent(self, put: list[_Place]) -> Iterator[None]:
         before = self.is_open, self._in_place
         self.is_open, self._in_place = "lent", put
         try:
@@ -165,14 +176,12 @@ class LentWeights:
             self.is_open, self._in_place = before
             for held, key, loan in put:
                 held[key] = loan.parameter
-        if cast:
-            self._check_writes(root, loans)
 
     @contextmanager
     def returned(self, module: nn.Module) -> Iterator[None]:
         """A module inside of another one has its fp32 parameters again, and so has what it calls."""
         with private_api.without_function_modes():
-            held_by_it = {id(held) for part in module.modules() for held in private_api.holders_of_weights(part)}
+            held_by_it = {id(held) for part in module.modules() for held in private_module_api.holders_of_weights(part)}
         places = [place for place in self._in_place if id(place[0]) in held_by_it]
         copies = [held[key] for held, key, _ in places]
         for held, key, loan in places:
@@ -194,7 +203,7 @@ class LentWeights:
         for call in self._calls:
             call.remove()
         for loan in self._loans.values():
-            private_api.set_grad_dtype(loan.parameter, loan.parameter.dtype)
+            private_module_api.set_grad_dtype(loan.parameter, loan.parameter.dtype)
 
     # -- casts ---------------------------------------------------------------------------------------------------------
 
@@ -237,6 +246,7 @@ class LentWeights:
                 as_before = False
             if not as_before:  # a functional_call has brought its own, or the parameter was replaced
                 self._places.pop(root, None)
+                self._known = None
                 continue
             copy = loan.lent if loan.parameter.requires_grad else loan.plain
             held[key] = copy if copy is not None else loan.connect()
@@ -266,7 +276,7 @@ class LentWeights:
         for module in root.modules():
             if module in self._in_float32 or isinstance(module, torch.jit.ScriptModule):
                 continue
-            for held, key, parameter in private_api.places_of_weights(module):
+            for held, key, parameter in private_module_api.places_of_weights(module):
                 if is_lazy(parameter):
                     is_complete = False  # type: ignore[unreachable]  # it narrows to what is no parameter
                 elif parameter in self._loans or self._takes(parameter):
@@ -278,6 +288,18 @@ class LentWeights:
             self._places[root] = places, loans, others
         return places, loans
 
+    def _known_places(self) -> list[_Place]:
+        """The places of all weights that were lent so far."""
+        if self._known is None:
+            self._known = [
+                (held, key, self._loans[weight])
+                for module in self._model.modules()
+                if module not in self._in_float32
+                for held, key, weight in private_module_api.places_of_weights(module)
+                if weight in self._loans
+            ]
+        return self._known
+
     def _takes(self, parameter: Tensor) -> bool:
         """Subclasses of tensors have operations of their own, which autocast casts for."""
         is_plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
@@ -288,10 +310,11 @@ class LentWeights:
         if parameter not in self._loans:
             with torch.inference_mode(False), torch.no_grad():  # a copy made in a validation serves training, too
                 self._loans[parameter] = loan = self._make_loan(parameter)
+                self._known = None
                 if self.has_leaves:
                     loan.become_leaf()
             if self._grad_dtype is not None:
-                private_api.set_grad_dtype(parameter, self._grad_dtype)
+                private_module_api.set_grad_dtype(parameter, self._grad_dtype)
         return self._loans[parameter]
 
     def _make_loan(self, parameter: nn.Parameter) -> Loan:
@@ -300,8 +323,9 @@ class LentWeights:
     def _forget(self, loan: Loan) -> None:
         del self._loans[loan.parameter]
         self._places.clear()
+        self._known = None
         if loan.parameter.dtype != self._grad_dtype:
-            private_api.set_grad_dtype(loan.parameter, loan.parameter.dtype)
+            private_module_api.set_grad_dtype(loan.parameter, loan.parameter.dtype)
 
     # -- weights that forward writes to --------------------------------------------------------------------------------
 
@@ -363,7 +387,7 @@ class LentWeights:
         self.has_leaves = True
         for loan in self.loans:
             loan.become_leaf()
-        with self.opened(trusted=False), self.lending(self._model, cast=False):
+        with self.opened(trusted=False), self.lending(self._model):
             yield
 
     @contextmanager
@@ -374,18 +398,19 @@ class LentWeights:
             RuntimeError: if a gradient has come to a parameter itself, which no rank would average.
         """
         pairs = [(loan.parameter, loan.lent) for loan in self.loans if loan.lent is not None and self.has_leaves]
-        private_api.move_gradients([parameter for parameter, _ in pairs], [leaf for _, leaf in pairs])
+        private_module_api.move_gradients([parameter for parameter, _ in pairs], [leaf for _, leaf in pairs])
         yield
         direct = {parameter for parameter, _ in pairs if parameter.grad is not None}
         if direct:
             names = listed([name for name, parameter in self._model.named_parameters() if parameter in direct])
             raise RuntimeError(
-                f"MasterWeightsPrecision under DDP: {names} was used outside of a module's forward (a penalty on"
-                " weights, a functional call, a method), where its gradient is not averaged over ranks. Use it in a"
-                " forward, keep its module in fp32 by a policy, policy={'name.of.module': 'fp32'}, or use"
-                " FSDP2Strategy or AutocastPrecision."
+                f"MasterWeightsPrecision under DDP: {names} was used outside of a module's forward, where its gradient"
+                " is not averaged over ranks. Use it in a forward, keep its module in fp32 with"
+                " policy={'name.of.module': 'fp32'}, or use FSDP2Strategy or AutocastPrecision."
             )
-        private_api.move_gradients([leaf for _, leaf in pairs], [parameter for parameter, _ in pairs], hooks=False)
+        private_module_api.move_gradients(
+            [leaf for _, leaf in pairs], [parameter for parameter, _ in pairs], hooks=False
+        )
 
     def refuse_gradients_of_leaves(self) -> None:
         """Before a step: a backward past the plugin has left gradients where no optimizer looks for them."""
@@ -396,7 +421,7 @@ class LentWeights:
             )
 
 
-class _LendingCall(private_api.InterceptedCall):
+class _LendingCall(private_module_api.InterceptedCall):
     """Lends a module its copies when it is called in a step, from outside of other modules."""
 
     def __init__(self, weights: LentWeights, module: nn.Module) -> None:

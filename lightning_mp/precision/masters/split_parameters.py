@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.gradients.step_blocks import padded
 from lightning_mp.precision.masters.lent_weights import Loan
 from lightning_mp.precision.masters.split_numbers import SplitNumbers
@@ -46,7 +46,7 @@ class SplitParameter(nn.Parameter):
         """Joins the split parameters among the arguments, if the function reads numbers, and calls it."""
         with private_api.without_function_subclasses():
             if function not in _READS_NO_NUMBERS:
-                for value in tree_leaves((args, kwargs)):
+                for value in tensors_in((args, kwargs)):
                     if type(value) is SplitParameter:
                         _join(value)
             return function(*args, **(kwargs or {}))

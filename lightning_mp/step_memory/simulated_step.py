@@ -17,15 +17,15 @@ from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import CAST_DTYPES, PrecisionSpec
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
-from lightning_mp.modules.names import named_modules
-from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
+from lightning_mp.gradients.old_gradients import module_needs_old_gradients
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
-from lightning_mp.planning.memory.live_storages import PARTS, LiveStorages, MemorySample, Part
-from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.float8_layers import choose_float8_layers
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
+from lightning_mp.step_memory.live_storages import PARTS, LiveStorages, MemorySample, Part
+from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
@@ -47,6 +47,9 @@ class StandInModel:
         self, module: nn.Module, precision: PrecisionSpec, *, policy: PrecisionPolicy | None, device_type: str
     ) -> None:
         self._precision = precision
+        self._is_autocast = precision.autocast or precision.master_bytes > 0
+        if precision.master_bytes > 0:
+            policy = with_exact_parametrizations(policy, module)
         kept = _kept_in_float32(module, precision, policy)
         self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
         chosen = choose_float8_layers(self.module) if precision.fp8 else []
@@ -54,7 +57,7 @@ class StandInModel:
         for layer in fp8:
             layer.forward = partial(_fp8_linear, layer)  # type: ignore[method-assign]
         self._policy: AppliedPolicy | None = None
-        rules = _rules(policy, device_type) if precision.autocast else policy
+        rules = _rules(policy, device_type) if self._is_autocast else policy
         if rules is not None:
             self._policy = AppliedPolicy(rules, self.module, "cpu", fp8)
 
@@ -62,7 +65,7 @@ class StandInModel:
     def forward_context(self) -> Iterator[None]:
         """What a plugin puts around a forward."""
         dtype = self._precision.compute_dtype
-        casts = self._precision.autocast or self._policy is not None
+        casts = self._is_autocast or self._policy is not None
         with ExitStack() as stack:
             if casts:
                 stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=self._precision.cache_weights))
@@ -77,37 +80,39 @@ class StandInModel:
     def backward_context(self) -> Iterator[None]:
         """What a plugin puts around a backward: rules hold for what a checkpoint runs again."""
         with ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", enabled=False))  # its end empties the cache
             if self._policy is not None:
                 stack.enter_context(self._policy.in_force(self._precision.compute_dtype))
             yield
 
     def cast_input(self, tensor: Tensor) -> Tensor:
         """A stand-in for a tensor of the batch, in the format of 16-bit weights."""
-        narrow = self._precision.weight_dtype != torch.float32 and self._policy is None
+        narrow = self._precision.weight_dtype != torch.float32 and not self._is_autocast
         return stand_in_for(tensor, self._precision.weight_dtype if narrow and tensor.is_floating_point() else None)
 
 
 def _kept_in_float32(
     module: nn.Module, precision: PrecisionSpec, policy: PrecisionPolicy | None
 ) -> Callable[[Tensor], torch.dtype | None]:
-    """The format in which a tensor of the module is held; None for its own."""
+    """The format in which a tensor of the module is held; None for its own.
+
+    Of weights with 16-bit copies the copies are the module's, and the fp32 parameters are with the optimizer.
+    """
     if precision.weight_dtype == torch.float32:
         return lambda tensor: None
-    has_masters = precision.master_bytes > 0
-    ruled = policy.resolve(module).modules_not_used_in(precision.compute_dtype) if policy is not None else ()
+    if precision.master_bytes == 0:
+        return lambda tensor: precision.weight_dtype if tensor.dtype in CAST_DTYPES else None
     kept = {
         id(parameter)
-        for name, part in named_modules(module)
-        if isinstance(part, NORMS_WITH_STATISTICS) or name in ruled
+        for part in kept_in_float32(module, policy, precision.compute_dtype)
         for parameter in part.parameters(recurse=False)
     }
-    buffers = {id(buffer) for buffer in module.buffers()}
+    lent = {id(p) for p in module.parameters() if p.requires_grad and p.dtype in CAST_DTYPES}
 
     def dtype_of(tensor: Tensor) -> torch.dtype | None:
-        if tensor.dtype not in CAST_DTYPES:
+        if id(tensor) not in lent:  # frozen weights and buffers
             return None
-        stays = has_masters and id(tensor) in kept | buffers
-        return None if stays else precision.weight_dtype
+        return torch.float32 if id(tensor) in kept else precision.weight_dtype
 
     return dtype_of
 
@@ -222,7 +227,8 @@ def simulate_step(
 ) -> list[MemorySample]:
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
-    Lightning clears gradients between forward and backward, so those of the step before live through the forward.
+    Lightning clears gradients between forward and backward, so those of the step before live through the forward; the
+    plugins of this package free them before it.
     """
     has_padding = _has_padding(batch)
     fake = private_api.FakeTensorMode(allow_non_fake_inputs=True)
@@ -252,7 +258,8 @@ def simulate_step(
         one.step()  # the first one makes the states
         live.add("optimizer states", one.states)
     states = live.bytes_by_part.get("optimizer states", 0)
-    before = [_second_step(sample, gradients, states) for sample in live.samples]
+    old_gradients = 0 if _frees_gradients(module, precision) else gradients
+    before = [_second_step(sample, old_gradients, states) for sample in live.samples]
     live.samples.clear()
     live.phase = "optimizer step"
     live.sample()
@@ -261,11 +268,17 @@ def simulate_step(
     return before + live.samples
 
 
-def _second_step(sample: MemorySample, gradients: int, states: int) -> MemorySample:
+def _frees_gradients(module: nn.Module, precision: PrecisionSpec) -> bool:
+    """Whether the last step's gradients are freed before the forward."""
+    is_lightning_module = hasattr(module, "on_before_zero_grad")
+    return precision.frees_gradients and not (is_lightning_module and module_needs_old_gradients(module))  # type: ignore[arg-type]
+
+
+def _second_step(sample: MemorySample, old_gradients: int, states: int) -> MemorySample:
     """A moment of the first step as it is in the second: with states, and in the forward with the old gradients."""
     parts = {**sample.bytes_by_part, "optimizer states": states}
     if sample.phase == "forward":
-        parts["gradients"] = gradients
+        parts["gradients"] = old_gradients
     return MemorySample(sample.phase, {part: parts[part] for part in PARTS if parts.get(part)})
 
 

@@ -1,17 +1,12 @@
-"""Which weights are fp32, and which modules compute with them as they are."""
+"""Which modules compute with their own fp32 weights where the others have 16-bit copies of theirs."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_mp.core.messages import listed
-from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.policy.policy import PrecisionPolicy
@@ -48,30 +43,3 @@ def with_exact_parametrizations(policy: PrecisionPolicy | None, module: nn.Modul
     if not any(isinstance(part, ParametrizationList) for part in module.modules()):
         return policy
     return PrecisionPolicy([(ParametrizationList, "fp32"), *(policy.rules if policy is not None else ())])
-
-
-def widen_trained_weights(module: nn.Module) -> None:
-    """Trainable weights that were loaded in 16 bit become fp32."""
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p.dtype in HALF_DTYPES]
-    if not named:
-        return
-    widen_([parameter for _, parameter in named])
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.to(next(unit.parameters()).device)  # changes nothing, but lets FSDP2 find what was put in place
-    rank_zero_info(
-        f"MasterWeightsPrecision: {len(named)} trainable weights were loaded in 16 bit"
-        f" ({listed([name for name, _ in named], 3)}) and are trained in fp32. Load the model in fp32 if its checkpoint"
-        " has more digits: from_pretrained(..., dtype=torch.float32)."
-    )
-
-
-def widen_(parameters: Sequence[Tensor]) -> None:
-    """Gives parameters fp32 numbers; their gradients are dropped."""
-    for parameter in parameters:
-        parameter.grad = None
-        wide = parameter.detach().float()
-        if isinstance(parameter, DTensor):
-            torch.utils.swap_tensors(parameter, nn.Parameter(wide, parameter.requires_grad))
-        else:
-            parameter.data = wide

@@ -17,12 +17,12 @@ from lightning_mp.core.pictures import check_picture_ending
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.core.quantities import format_bytes
 from lightning_mp.modules.names import named_modules
-from lightning_mp.planning.memory.live_storages import PARTS, MemorySample, Part
-from lightning_mp.planning.memory.simulated_step import StepFunction, simulate_step
-from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 from lightning_mp.policy.operations import FAMILIES, operation_of_module
 from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.step_memory.live_storages import PARTS, MemorySample, Part
+from lightning_mp.step_memory.simulated_step import StepFunction, simulate_step
+from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory
 
 MemoryStrategy = Literal["single", "ddp", "fsdp2"]
 # Rajbhandari et al. 2020, arXiv:1910.02054, section 3.2: in extreme cases out of memory with over 30% of it free.
@@ -127,8 +127,8 @@ def estimate_memory(
     ``attention_mask`` has a zero. A mask under another name, or on the meta device, is assumed to hide no token, and
     positions to be those of one sequence.
 
-    The order of events is Lightning's: gradients of the previous step live until the forward has ended. Operations
-    count with their outputs; the workspace of kernels is not included.
+    The order of events is Lightning's: with its own plugins, gradients of the previous step live until the forward has
+    ended. Operations count with their outputs; the workspace of kernels is not included.
 
     Args:
         module: any module; for a LightningModule, ``training_step`` and ``configure_optimizers`` are used. Parameters
@@ -165,13 +165,14 @@ def estimate_memory(
         >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
         >>> for precision in ("32-true", "bf16-mixed"):
         ...     parts = estimate_memory(model, zeros(1024, 256), precision=precision).end_of_forward.bytes_by_part
-        ...     print(parts["weights"], parts["gradients"], parts["activations"])
+        ...     print(parts["weights"], parts["optimizer states"], parts["activations"])
         789504 789504 2097152
         789504 789504 1572864
     """
     row = find_precision(precision)
     _check(module, strategy, ranks, units, device_type)
-    rules = policy if policy is not None else getattr(precision, "policy", None)
+    of_name = PrecisionPolicy.default() if row.master_bytes and isinstance(precision, str) else None
+    rules = policy if policy is not None else getattr(precision, "policy", of_name)
     if rules is not None and not (row.autocast or row.master_bytes):
         raise ValueError(f"`policy` needs a precision that has one, got {row.name!r}. Use bf16-mixed, or leave it out.")
     samples = simulate_step(
