@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -87,6 +88,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
     =========================================== ====== ======== ====== ======= ===
     ``storage="fp32"``                          4      2        2      8       16
     ``storage="fp32", fp32_gradients=True``     4      4        2      8       18
+    ``storage="remainder"``                     2 rest 2        2      8       14
+    ``storage="24bit"``                         1 rest 2        2      8       13
     ``AutocastPrecision``                       4      4        0      8       16
     Lightning's "bf16-true"                     2      2        0      4       8
     =========================================== ====== ======== ====== ======= ===
@@ -104,7 +107,16 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     Args:
         precision: "bf16-true" or "16-true".
-        storage: "fp32" keeps parameters as they are.
+        storage: "fp32" keeps parameters as they are. "remainder" and "24bit", of bf16, give their memory away between
+            steps: the copy and the 16 bits that it lacks say all about a parameter, and whoever touches it gets it back
+            until the next training step (:mod:`lightning_mp.precision.masters.split_parameters`). "remainder" is
+            exact. "24bit" keeps 8 of these bits: parameters are rounded after each step to 15 bits of fraction, a
+            relative error below 2^-15, stochastically, because to nearest every update below 1.5e-5 to a weight of 1
+            would be lost, and reproducibly, by number and step alone. With 8-bit moments (``AdamW8bit`` of torchao or
+            bitsandbytes) it takes 7 bytes per parameter, gradients included. Until the first step parameters are whole,
+            4 bytes more, and so they are while something touches them: a checkpoint, an average in a hook. Optimizers
+            that do not step in blocks have all of them joined in a step. Not under FSDP1, nor for subclasses of
+            ``nn.Parameter``. ``torch.func`` transforms of a bare parameter read nan: give them ``p.detach()``.
         scaler: any ``torch.amp.GradScaler`` for "16-true"; None creates a :class:`~lightning_mp.LossScaler`.
         fp32_gradients: accumulate the gradients of a window in fp32; not under DDP, and always under FSDP.
         fp32_checkpoints: always True, because weights are fp32.
@@ -220,6 +232,13 @@ class MasterWeightsPrecision(GradientStepPrecision):
         if not units and not isinstance(self._run.trainer.strategy, FSDPStrategy):
             return False
         wide = [unit for unit in units if private_sharding_api.sharding_param_dtype(unit) is None]
+        if self.storage != "fp32" and len(wide) == len(units):
+            raise MisconfigurationException(
+                f"MasterWeightsPrecision(storage={self.storage!r}): fully_shard gathers these weights in fp32, so that"
+                " there is no 16-bit copy to keep. Give it"
+                f" mp_policy=MixedPrecisionPolicy(param_dtype={self.dtype}, reduce_dtype=torch.float32), use"
+                " FSDP2Strategy, or leave storage out."
+            )
         rank_zero_info(
             f"{self}: fp32 shards are the masters, and FSDP gathers weights in 16 bit."
             if len(wide) < len(units) or not units
