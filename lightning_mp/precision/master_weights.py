@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 
+_SPLIT_KEY = "lightning_mp_split_weights"
+
+
 @dataclass(eq=False)
 class MasterWeightsRun(PluginRun):
     """Adds what is lent in a run, and the steps of its optimizers."""
@@ -113,9 +116,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
             exact. "24bit" keeps 8 of these bits: parameters are rounded after each step to 15 bits of fraction, a
             relative error below 2^-15, stochastically, because to nearest every update below 1.5e-5 to a weight of 1
             would be lost, and reproducibly, by number and step alone. With 8-bit moments (``AdamW8bit`` of torchao or
-            bitsandbytes) it takes 7 bytes per parameter, gradients included. Until the first step parameters are whole,
-            4 bytes more, and so they are while something touches them: a checkpoint, an average in a hook. Optimizers
-            that do not step in blocks have all of them joined in a step. Not under FSDP1, nor for subclasses of
+            bitsandbytes) it takes 7 bytes per parameter, gradients included. Parameters are whole, 4 bytes more, until
+            the first step of a new run, and while something touches them: a checkpoint, an average in a hook. Optimizers
+            that do not step in blocks have all of them whole in a step. Not under FSDP1, nor for subclasses of
             ``nn.Parameter``. ``torch.func`` transforms of a bare parameter read nan: give them ``p.detach()``.
         scaler: any ``torch.amp.GradScaler`` for "16-true"; None creates a :class:`~lightning_mp.LossScaler`.
         fp32_gradients: accumulate the gradients of a window in fp32; not under DDP, and always under FSDP.
@@ -157,6 +160,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self.fp32_gradients = true_or_false(fp32_gradients, "fp32_gradients", "MasterWeightsPrecision")
         self.fp32_checkpoints = True
         self._announces_policy = policy != "default"
+        self._split_weights: list[str] = []  # of the last fit
         given = PrecisionPolicy.default() if isinstance(policy, str) and policy == "default" else policy
         self.policy = read_policy(given, self.scaler, "MasterWeightsPrecision('16-true')")
 
@@ -222,6 +226,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             )
             run.compressed = lent.compressed
         run.ends.callback(run.lent.end)
+        run.ends.callback(self._note_split_weights, run)
         if run.is_fit and isinstance(strategy, DDPStrategy):
             patch = Patches.of(run.trainer).replace(strategy, "configure_ddp", lambda: self._configure_ddp(patch))
         return module
@@ -278,6 +283,28 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     def _step_now(self) -> int:
         return self._run.trainer.global_step
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Also notes which weights are split between steps, so that a resumed run need not hold them whole at first."""
+        super().on_save_checkpoint(checkpoint)
+        if self._in_run is not None:
+            self._note_split_weights(self._run)
+        if self._split_weights:
+            checkpoint[_SPLIT_KEY] = self._split_weights
+
+    def _note_split_weights(self, run: MasterWeightsRun) -> None:
+        """Also where a run ends, because a checkpoint may be saved afterwards."""
+        if run.compressed is not None:
+            named = run.trainer.lightning_module.named_parameters()
+            self._split_weights = [name for name, parameter in named if run.compressed.splits(parameter)]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Loads the scaler's state."""
+        super().on_load_checkpoint(checkpoint)
+        if self._compressed is not None:
+            names = set(checkpoint.get(_SPLIT_KEY, ()))
+            named = self._run.trainer.lightning_module.named_parameters()
+            self._compressed.expect_split(parameter for name, parameter in named if name in names)
 
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run

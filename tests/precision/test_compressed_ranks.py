@@ -159,9 +159,7 @@ def test_what_is_gathered_in_fp32_is_refused() -> None:
 
     def run(rank: int) -> None:
         strategy, plugin = model_parallel(GatheredInFp32), master_weights(storage="remainder")
-        with pytest.raises(
-            MisconfigurationException, match="gathers these weights in fp32.*param_dtype="
-        ):
+        with pytest.raises(MisconfigurationException, match="gathers these weights in fp32.*param_dtype="):
             fit(GatheredInFp32(), BATCHES[rank], devices=2, strategy=strategy, plugin=plugin)
 
     run_group(run, 2)

@@ -413,11 +413,14 @@ def test_every_storage_resumes_every_other(first: str, second: str, tmp_path: Pa
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     content = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert {value.dtype for value in content["state_dict"].values()} == {torch.float32}
-    began = []
+    began, first_kinds = [], []
 
     class Resumed(Flat):
         def on_train_start(self) -> None:
             began.extend(weights(self))
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            first_kinds.append(kinds(self))
 
     module: Any = wide()
     module.__class__ = Resumed
@@ -425,6 +428,8 @@ def test_every_storage_resumes_every_other(first: str, second: str, tmp_path: Pa
     torch.manual_seed(7)
     resuming.fit(module, loader(FLAT), ckpt_path=tmp_path / "x.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(began, content["state_dict"].values(), strict=True))
+    is_known = {first, second} <= set(STORAGES)  # that forward writes to no weight, from the first step on
+    assert first_kinds[0] == ({SplitParameter} if is_known else {nn.Parameter})
     if first == second:
         whole = wide()
         fit(whole, epochs=4, plugin=plugin(first))

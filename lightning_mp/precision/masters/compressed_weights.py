@@ -59,6 +59,7 @@ class CompressedParameters:
         self._rest_dtype, self._loan_of, self._step_now = _REST_DTYPES[storage], loan_of, step_now
         self._prepare = prepare
         self._has_begun = False
+        self._expected: set[int] = set()
         self._memories: list[SplitMemory] = []
         self._loans: dict[int, SplitLoan | None] = {}  # by the parameter's id: the hash of a tensor is a call
 
@@ -66,6 +67,15 @@ class CompressedParameters:
     def loans(self) -> list[SplitLoan]:
         """Of all parameters that are, or will be, split."""
         return [loan for memory in self._memories for loan in memory.loans]
+
+    def splits(self, parameter: Tensor) -> bool:
+        """Whether a parameter was split in this run."""
+        loan = self._loans.get(id(parameter))
+        return loan is not None and loan.was_split
+
+    def expect_split(self, parameters: Iterable[Tensor]) -> None:
+        """Forward was seen in an earlier run not to write to these: they are split before the first step."""
+        self._expected.update(map(id, parameters))
 
     def begin_step(self, optimizers: Iterable[Optimizer]) -> None:
         """Before a training step: makes room for the optimizers' parameters once, and splits again what was touched.
@@ -89,6 +99,8 @@ class CompressedParameters:
         for parameter in [p for p in parameters if self._loans.get(id(p)) is None]:
             self._loans[id(parameter)] = loan = self._loan_of(parameter)
             if loan is not None:
+                if id(parameter) in self._expected:
+                    loan.is_seen = loan.was_split = True
                 new.setdefault(loan.local.device, []).append(loan)
         self._memories += [SplitMemory(loans, self._rest_dtype) for loans in new.values()]
 
