@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import FSDPModule
@@ -54,6 +55,10 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every microbatch"),
     (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
     (torch.Tensor, "_version", "shows that other code has changed a weight in place"),
+    (torch.Tensor, "grad_dtype", "a parameter whose memory is given away is asked for it"),
+    (torch, "_functorch", "where the next name is kept"),
+    (torch._functorch, "pyfunctorch", "work on weights that no transform of torch.func around it sees"),
+    (torch._C, "_set_throw_on_mutable_data_ptr", "memory that nobody may write to"),
     (torch.UntypedStorage, "_cdata", "shows that a weight has moved to other memory"),
     (torch._C, "_storage_Use_Count", "shows that another tensor shares the memory of a weight"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
@@ -80,6 +85,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch._C, "DisableTorchFunctionSubclass", "calls torch for a subclass of Tensor, while modes stay on"),
     (torch.Tensor, "_make_wrapper_subclass", "a tensor of which this rank has a part only"),
     (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
+    (torch.distributed.tensor, "_utils", "where in the whole tensor the part of a rank begins"),
     (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
     (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
@@ -168,8 +174,63 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 def shares_memory(tensor: Tensor) -> bool:
     """Whether another tensor lies in the same memory: a view, an alias, a detached one."""
-    storage = tensor.untyped_storage()  # is a second reference itself
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+    return users_of_memory(tensor) > 1
+
+
+def users_of_memory(tensor: Tensor) -> int:
+    """How many tensors lie in the same memory; whatever else holds it, an array of numpy for one, counts too."""
+    storage = tensor.untyped_storage()  # is a reference itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def refuse_writes(tensor: Tensor) -> None:
+    """Writes to a tensor's memory raise."""
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+_KEEPS_NUMBERS_UNREAD = (
+    *("grad", "grad_dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "is_leaf",
+        "grad_fn",
+        "ndim",
+        "layout",
+        "is_cuda",
+        "is_sparse",
+        "is_cpu",
+        "is_nested",
+    ),
+    *("is_meta", "is_quantized", "is_mkldnn", "is_mps", "itemsize"),
+)
+
+
+def functions_that_read_no_numbers() -> frozenset[Any]:
+    """What ``__torch_function__`` is called with for what asks a parameter for its gradient, its size and the like."""
+    attributes = [
+        getattr(getattr(Tensor, name), slot)
+        for name in _KEEPS_NUMBERS_UNREAD
+        for slot in ("__get__", "__set__", "__delete__")
+        if hasattr(getattr(Tensor, name), slot)
+    ]
+    methods = [Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex]
+    methods += [Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook]
+    methods += [Tensor.element_size, Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.numel]
+    return frozenset([*attributes, *methods])
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Whatever is going on: gradients, inference, transforms of torch.func, modes and subclasses of tensors."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        pyfunctorch.temporarily_clear_interpreter_stack(),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
 
 
 def backward_outside_autocast() -> AbstractContextManager[None]:
@@ -262,10 +323,8 @@ def without_function_modes() -> AbstractContextManager[None]:
     return disabled
 
 
-def without_function_subclasses() -> AbstractContextManager[None]:
-    """While this is entered, no ``__torch_function__`` of a subclass of ``Tensor`` is called; those of modes are."""
-    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return disabled
+#: While an instance is entered, no ``__torch_function__`` of a subclass of ``Tensor`` is called; those of modes are.
+without_function_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 def wrapper_tensor(

@@ -39,6 +39,7 @@ from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gr
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
 from lightning_mp.optimizers.low_bit_states import save_plain_tensors
+from lightning_mp.optimizers.matrix_blocks import refuse_unknown_blocks
 from lightning_mp.optimizers.schedule_free import EvaluatedWeights
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
@@ -235,6 +236,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self.scaler is not None:
             refuse_closures_under_a_scale(optimizer, self)
         refuse_without_dtensors(optimizer)
+        refuse_unknown_blocks([optimizer], knows=JointOptimizer)
         save_plain_tensors(optimizer)
         # With a loss scaler, Lightning's own plugins wait, too.
         waits = why_steps_wait(optimizer) if self.scaler is None else None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -36,6 +37,13 @@ from lightning_mp.precision.masters.checks import (
     check_strategy,
     dtype_hint,
 )
+from lightning_mp.precision.masters.compressed_weights import (
+    CompressedEpilogue,
+    CompressedParameters,
+    CompressedSteps,
+    CompressedWeights,
+    compressed_shards,
+)
 from lightning_mp.precision.masters.fp32_gradients import Fp32GradientEpilogue, Fp32Gradients
 from lightning_mp.precision.masters.fp32_steps import Fp32Steps
 from lightning_mp.precision.masters.half_range import HalfRange, check_half_range
@@ -46,11 +54,15 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
 
 
+_SPLIT_KEY = "lightning_mp_split_weights"
+
+
 @dataclass(eq=False)
 class MasterWeightsRun(PluginRun):
     """Adds what is lent in a run, and the steps of its optimizers."""
 
     lent: LentWeights | None = None  # None under FSDP, which gathers 16-bit copies of fp32 shards itself
+    compressed: CompressedParameters | None = None  # those that are split between steps
     gradients: Fp32Gradients = field(default_factory=Fp32Gradients)
     steps: dict[Optimizer, Fp32Steps] = field(default_factory=dict)
     half_range: HalfRange | None = None  # of weights of which there are fp16 copies
@@ -79,6 +91,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
     =========================================== ====== ======== ====== ======= ===
     ``storage="fp32"``                          4      2        2      8       16
     ``storage="fp32", fp32_gradients=True``     4      4        2      8       18
+    ``storage="remainder"``                     2 rest 2        2      8       14
+    ``storage="24bit"``                         1 rest 2        2      8       13
     ``AutocastPrecision``                       4      4        0      8       16
     Lightning's "bf16-true"                     2      2        0      4       8
     =========================================== ====== ======== ====== ======= ===
@@ -96,7 +110,16 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     Args:
         precision: "bf16-true" or "16-true".
-        storage: "fp32" keeps parameters as they are.
+        storage: "fp32" keeps parameters as they are. "remainder" and "24bit", of bf16, give their memory away between
+            steps: the copy and the 16 bits that it lacks say all about a parameter, and whoever touches it gets it back
+            until the next training step (:mod:`lightning_mp.precision.masters.split_parameters`). "remainder" is
+            exact. "24bit" keeps 8 of these bits: parameters are rounded after each step to 15 bits of fraction, a
+            relative error below 2^-15, stochastically, because to nearest every update below 1.5e-5 to a weight of 1
+            would be lost, and reproducibly, by number and step alone. With 8-bit moments (``AdamW8bit`` of torchao or
+            bitsandbytes) it takes 7 bytes per parameter, gradients included. Parameters are whole, 4 bytes more, until
+            the first step of a new run, and while something touches them: a checkpoint, an average in a hook.
+            Optimizers that do not step in blocks have all of them whole in a step. Not under FSDP1, nor for subclasses of
+            ``nn.Parameter``. ``torch.func`` transforms of a bare parameter read nan: give them ``p.detach()``.
         scaler: any ``torch.amp.GradScaler`` for "16-true"; None creates a :class:`~lightning_mp.LossScaler`.
         fp32_gradients: accumulate the gradients of a window in fp32; not under DDP, and always under FSDP.
         fp32_checkpoints: always True, because weights are fp32.
@@ -137,6 +160,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self.fp32_gradients = true_or_false(fp32_gradients, "fp32_gradients", "MasterWeightsPrecision")
         self.fp32_checkpoints = True
         self._announces_policy = policy != "default"
+        self._split_weights: list[str] = []  # of the last fit
         given = PrecisionPolicy.default() if isinstance(policy, str) and policy == "default" else policy
         self.policy = read_policy(given, self.scaler, "MasterWeightsPrecision('16-true')")
 
@@ -158,6 +182,10 @@ class MasterWeightsPrecision(GradientStepPrecision):
     @property
     def _lent(self) -> LentWeights | None:
         return self._run.lent if self._in_run is not None else None
+
+    @property
+    def _compressed(self) -> CompressedParameters | None:
+        return self._run.compressed if self._in_run is not None else None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Applies the policy, and has modules get 16-bit copies of their weights when steps call them.
@@ -186,10 +214,19 @@ class MasterWeightsPrecision(GradientStepPrecision):
         }
         if self._is_gathered_in_16_bit(module):
             return module
-        if self.storage != "fp32":
-            raise NotImplementedError(f"MasterWeightsPrecision(storage={self.storage!r})")
-        run.lent = LentWeights(module, self.dtype, device_type, in_float32, set_grad_dtype=not self.fp32_gradients)
+        settings = module, self.dtype, device_type, in_float32
+        if self.storage == "fp32" or not run.is_fit:
+            run.lent = LentWeights(*settings, set_grad_dtype=not self.fp32_gradients)
+        else:
+            run.lent = lent = CompressedWeights(
+                *settings,
+                set_grad_dtype=not self.fp32_gradients,
+                storage=self.storage,
+                step_now=self._step_now,
+            )
+            run.compressed = lent.compressed
         run.ends.callback(run.lent.end)
+        run.ends.callback(self._note_split_weights, run)
         if run.is_fit and isinstance(strategy, DDPStrategy):
             patch = Patches.of(run.trainer).replace(strategy, "configure_ddp", lambda: self._configure_ddp(patch))
         return module
@@ -200,6 +237,13 @@ class MasterWeightsPrecision(GradientStepPrecision):
         if not units and not isinstance(self._run.trainer.strategy, FSDPStrategy):
             return False
         wide = [unit for unit in units if private_sharding_api.sharding_param_dtype(unit) is None]
+        if self.storage != "fp32" and len(wide) == len(units):
+            raise MisconfigurationException(
+                f"MasterWeightsPrecision(storage={self.storage!r}): fully_shard gathers these weights in fp32, so that"
+                " there is no 16-bit copy to keep. Give it"
+                f" mp_policy=MixedPrecisionPolicy(param_dtype={self.dtype}, reduce_dtype=torch.float32), use"
+                " FSDP2Strategy, or leave storage out."
+            )
         rank_zero_info(
             f"{self}: fp32 shards are the masters, and FSDP gathers weights in 16 bit."
             if len(wide) < len(units) or not units
@@ -230,15 +274,47 @@ class MasterWeightsPrecision(GradientStepPrecision):
                 copied = all_hold_the_same(trainer.strategy)
                 run.half_range = HalfRange(lambda: {p: name for name, p in names()}, copied=copied)
                 run.ends.callback(run.half_range.warn)
+            if self.storage != "fp32" and run.compressed is None:
+                shards = compressed_shards(trainer.lightning_module, self.dtype, self.storage, self._step_now)
+                run.compressed = run.ends.enter_context(shards)
             for optimizer in optimizers:
                 self._connect_late(optimizer)
         return result
+
+    def _step_now(self) -> int:
+        return self._run.trainer.global_step
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Also notes which weights are split between steps, so that a resumed run need not hold them whole at first."""
+        super().on_save_checkpoint(checkpoint)
+        if self._in_run is not None:
+            self._note_split_weights(self._run)
+        if self._split_weights:
+            checkpoint[_SPLIT_KEY] = self._split_weights
+
+    def _note_split_weights(self, run: MasterWeightsRun) -> None:
+        """Also where a run ends, because a checkpoint may be saved afterwards."""
+        if run.compressed is not None:
+            named = run.trainer.lightning_module.named_parameters()
+            self._split_weights = [name for name, parameter in named if run.compressed.splits(parameter)]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Loads the scaler's state."""
+        super().on_load_checkpoint(checkpoint)
+        if self._compressed is not None:
+            names = set(checkpoint.get(_SPLIT_KEY, ()))
+            named = self._run.trainer.lightning_module.named_parameters()
+            self._compressed.expect_split(parameter for name, parameter in named if name in names)
 
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
         for former in run.steps.keys() - {*run.trainer.optimizers, optimizer}:
             run.steps.pop(former).remove()
-        run.steps[optimizer] = steps = Fp32Steps(optimizer, run.gradients)
+        if run.compressed is None:
+            steps = Fp32Steps(optimizer, run.gradients)
+        else:
+            steps = CompressedSteps(optimizer, run.gradients, run.compressed)
+        run.steps[optimizer] = steps
         run.ends.callback(steps.remove)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -247,6 +323,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _steps_in(self, loop: str) -> Iterator[None]:
         """Autocast; modules that are called get 16-bit copies of their weights."""
         lent = self._lent
+        if loop == "train" and self._compressed is not None and self._step is None:
+            self._compressed.begin_step(self._run.trainer.optimizers)
         with super()._steps_in(loop), self._lending_in(loop, lent) if lent is not None else nullcontext():
             try:
                 yield
@@ -314,6 +392,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
             run.gradients.factor = None
             if run.lent is not None:
                 run.lent.end_window()
+            if run.compressed is not None:
+                run.compressed.compress([p for group in optimizer.param_groups for p in group["params"]])
 
     def _notice_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Any other optimizer of the module's weights gets fp32 gradients, too."""
@@ -324,6 +404,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _epilogue_type(self) -> Callable[..., GradientEpilogue]:
         if self._in_run is None:
             return super()._epilogue_type()
+        if self._run.compressed is not None:
+            return partial(CompressedEpilogue, self._run.compressed, self._run.gradients, self._is_evaluated)
         return partial(Fp32GradientEpilogue, self._run.gradients, self._is_evaluated)
 
     def _is_evaluated(self) -> bool:

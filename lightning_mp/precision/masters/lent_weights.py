@@ -58,10 +58,10 @@ class Loan:
 
     __slots__ = ("copy", "copy_version", "is_sharded", "lent", "parameter", "plain", "version", "window")
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    def __init__(self, parameter: nn.Parameter, copy: Tensor) -> None:
         self.parameter = parameter
         self.is_sharded = isinstance(parameter, DTensor)
-        self.renew(parameter.detach().to(dtype))
+        self.renew(copy)
         self.lent: Tensor | None = None  # the copy as a function of the parameter, or as a leaf
 
     def renew(self, copy: Tensor) -> None:
@@ -318,7 +318,7 @@ class LentWeights:
         return self._loans[parameter]
 
     def _make_loan(self, parameter: nn.Parameter) -> Loan:
-        return Loan(parameter, self._dtype)
+        return Loan(parameter, parameter.detach().to(self._dtype))
 
     def _forget(self, loan: Loan) -> None:
         del self._loans[loan.parameter]
@@ -344,15 +344,19 @@ class LentWeights:
         """Those whose copies are no longer their parameters' casts; waits for the device."""
         if not loans:
             return []
-        pairs = [(local_shard(loan.now), local_shard(loan.parameter.detach())) for loan in loans]
+        pairs = [(local_shard(loan.now), local_shard(self._rounded(loan))) for loan in loans]
         differ = [
-            (copy.view(torch.int16) != weight.to(self._dtype).view(torch.int16)).any()
+            (copy.view(torch.int16) != weight.view(torch.int16)).any()
             if copy.shape == weight.shape and copy.dtype == self._dtype
             else torch.ones((), dtype=torch.bool, device=copy.device)
             for copy, weight in pairs
         ]
         flags = [bool(flag) for flag in differ] if len({f.device for f in differ}) > 1 else torch.stack(differ).tolist()
         return [loan for loan, flag in zip(loans, flags, strict=True) if flag]
+
+    def _rounded(self, loan: Loan) -> Tensor:
+        """What a cast makes of the parameter."""
+        return loan.parameter.detach().to(self._dtype)
 
     @torch.no_grad()
     def _take_written(self, written: Sequence[Loan]) -> None:
@@ -370,7 +374,7 @@ class LentWeights:
         )
         for loan in written:
             parameter, now = loan.parameter, loan.now
-            changed = now != parameter.to(self._dtype)
+            changed = now != self._rounded(loan)
             parameter.copy_(torch.where(changed, now.to(parameter.dtype), parameter))
             self._written.add(parameter)
             self._forget(loan)
