@@ -122,11 +122,11 @@ class Blocked(torch.optim.SGD):
         self.blocks = [{"rows": tuple(p.detach().split(4))} for group in self.param_groups for p in group["params"]]
 
 
-def test_masters_refuse_an_optimizer_that_steps_views_of_its_own() -> None:
-    with pytest.raises(MisconfigurationException, match="Blocked, whose constructor made views of the 16-bit weights"):
-        quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(
-            Regression(Blocked), loader(regression_batches(2))
-        )
+def test_an_optimizer_that_steps_views_of_its_own_trains() -> None:
+    """As distributed-shampoo: the views are of fp32 parameters."""
+    module, start = Regression(Blocked), Regression(Blocked)
+    quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(module, loader(regression_batches(2)))
+    assert not any(map(torch.equal, module.parameters(), start.parameters()))
 
 
 class MXFP8(pl.LightningModule):
@@ -141,7 +141,8 @@ class MXFP8(pl.LightningModule):
         quantize_(self.net, recipe, filter_fn=lambda module, _: isinstance(module, nn.Linear))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.net(batch).float().square().mean()
+        # Autocast does not reach operations of a subclass.
+        return self.net(batch.bfloat16()).float().square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -151,37 +152,11 @@ class MXFP8(pl.LightningModule):
     not hasattr(torch.distributed.tensor._ops, "scaled_mm_single_dim_strategy"),
     reason="torchao 0.18 refuses MXFP8 weights on torch 2.11",
 )
-def test_masters_of_mxfp8_weights_are_plain_and_alike_in_both_storages() -> None:
+def test_mxfp8_weights_train_as_fp32() -> None:
     rows = list(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)))
-    trained = []
-    for storage in ("fp32", "remainder"):
-        module = MXFP8()
-        before = [parameter._data.clone() for parameter in module.net.parameters()]
-        trainer = quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true", storage=storage)])
-        trainer.fit(module, loader(rows))
-        trained.append([parameter._data.clone() for parameter in module.net.parameters()])
-        assert not any(map(torch.equal, trained[-1], before))
-        masters = [state["master_param"] for state in trainer.optimizers[0].state_dict()["state"].values()]
-        assert {(type(master), master.dtype) for master in masters} <= {
-            (torch.Tensor, torch.float32),
-            (nn.Parameter, torch.float32),
-        }
-    for ours, theirs in zip(*trained, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)  # ties round otherwise
-
-
-@pytest.mark.parametrize("damage", ["missing", "text"])
-def test_a_checkpoint_with_damaged_masters_is_refused(damage: str, tmp_path: Path) -> None:
-    path = tmp_path / "half.ckpt"
-    row = Row("torch", "torch.optim", "AdamW")
-    fit(row, "fp32 masters", batches(), save_to=path)
-    checkpoint = torch.load(path, weights_only=True)
-    entry = checkpoint["optimizer_states"][0]["state"][1]
-    if damage == "missing":
-        del entry["master_param"]
-    else:
-        entry["master_param"] = "master"
-    torch.save(checkpoint, path)
-    for precision, plugin in (("fp32 masters", "MasterWeightsPrecision"), ("fp16 autocast", "AutocastPrecision")):
-        with pytest.raises(ValueError, match=f"{plugin}: the checkpoint is damaged.*2 fp32 masters.*1 of them"):
-            fit(row, precision, batches(), ckpt_path=path)
+    module = MXFP8()
+    before = [parameter._data.clone() for parameter in module.net.parameters()]
+    quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(module, loader(rows))
+    trained = [parameter._data for parameter in module.net.parameters()]
+    assert {weight.dtype for weight in trained} == {torch.float32}
+    assert not any(map(torch.equal, trained, before))

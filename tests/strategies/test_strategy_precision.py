@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cpu_fsdp import CpuFsdp
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -191,7 +192,7 @@ def test_ddp_trains_the_converted_module(precision: str) -> None:
             wrapped = self.trainer.strategy.model
             wrapped.register_comm_hook(None, self.reduce)
 
-        def reduce(self, state: Any, bucket: Any) -> Any:
+        def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             self.dtypes = {bucket.buffer().dtype}
             return default_hooks.allreduce_hook(None, bucket)
 
