@@ -118,8 +118,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
             would be lost, and reproducibly, by number and step alone. With 8-bit moments (``AdamW8bit`` of torchao or
             bitsandbytes) it takes 7 bytes per parameter, gradients included. Parameters are whole, 4 bytes more, until
             the first step of a new run, and while something touches them: a checkpoint, an average in a hook.
-            Optimizers that do not step in blocks have all of them whole in a step. Not under FSDP1, nor for subclasses of
-            ``nn.Parameter``. ``torch.func`` transforms of a bare parameter read nan: give them ``p.detach()``.
+            Optimizers that do not step in blocks have all of them whole in a step. Not under FSDP1, nor for subclasses
+            of ``nn.Parameter``. ``torch.func`` transforms of a bare parameter read nan: give them ``p.detach()``.
         scaler: any ``torch.amp.GradScaler`` for "16-true"; None creates a :class:`~lightning_mp.LossScaler`.
         fp32_gradients: accumulate the gradients of a window in fp32; not under DDP, and always under FSDP.
         fp32_checkpoints: always True, because weights are fp32.

@@ -473,4 +473,4 @@ def test_a_micro_batch_costs_few_calls_per_weight() -> None:
 
     each = {storage: (calls(60, storage) - calls(10, storage)) / 100 for storage in ("fp32", "remainder")}
     assert each["remainder"] < 23
-    assert each["remainder"] - each["fp32"] < 5
+    assert each["remainder"] - each["fp32"] <= 5

@@ -164,11 +164,13 @@ class CompressedWeights(LentWeights):
         return loan if isinstance(loan, SplitLoan) else None
 
     def _make_loan(self, parameter: nn.Parameter) -> Loan:
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
+            return super()._make_loan(parameter)  # a subclass stays fp32
         return SplitLoan(parameter, parameter.detach().to(self._dtype))
 
     def _forget(self, loan: Loan) -> None:
-        assert isinstance(loan, SplitLoan)
-        self.compressed.release(loan)
+        if isinstance(loan, SplitLoan):
+            self.compressed.release(loan)
         super()._forget(loan)
 
     def end_window(self) -> None:
@@ -217,7 +219,7 @@ class CompressedWeights(LentWeights):
             for loan, version in zip(split, versions, strict=True):
                 if version != loan.copy_version and isinstance(loan, SplitLoan) and loan.memory is not None:
                     loan.memory.forget_rest(loan)
-        if [loan for loan in loans if isinstance(loan, SplitLoan) and not loan.is_seen]:
+        if not all(loan.is_seen for loan in loans if isinstance(loan, SplitLoan)):
             self._checked.discard(root)
         super()._check_writes(root, loans)
 
@@ -227,11 +229,11 @@ class CompressedWeights(LentWeights):
 
     def _differing(self, loans: Sequence[Loan]) -> list[Loan]:
         """Parameters that were seen may be split, and their copies are not rounded as casts round."""
-        new = [loan for loan in loans if isinstance(loan, SplitLoan) and not loan.is_seen]
         known = [loan for loan in loans if isinstance(loan, SplitLoan) and loan.is_seen]
-        differing = super()._differing(new)
-        for loan in new:
-            loan.is_seen = True
+        differing = super()._differing([loan for loan in loans if loan not in known])
+        for loan in loans:
+            if isinstance(loan, SplitLoan):
+                loan.is_seen = True
         versions = private_api.versions_of([loan.copy for loan in known])
         written = [loan for loan, version in zip(known, versions, strict=True) if version != loan.copy_version]
         return [*differing, *written]
