@@ -11,9 +11,8 @@ import torch
 import torch.distributed.tensor
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from optimizer_packages import PRECISIONS, Net, Row, batches, fit
-from small_models import Regression, ResumableLoader, loader, quiet_trainer, regression_batches
-from torch.utils._pytree import tree_leaves
+from optimizer_packages import PRECISIONS, Row, batches, fit
+from small_models import Regression, loader, quiet_trainer, regression_batches
 
 from lightning_mp import MasterWeightsPrecision
 from lightning_mp.optimizers.low_bit_states import from_plain_tensors, to_plain_tensors
@@ -39,21 +38,6 @@ def test_a_resume_takes_the_quantised_states(precision: str, tmp_path: Path) -> 
     assert states["state"][0]["exp_avg"]["tensors"]["codes"].dtype == torch.uint8
     resumed = fit(ADAMW_8BIT, precision, batches(), ckpt_path=tmp_path / "half.ckpt")
     assert all(map(torch.equal, resumed, straight))
-
-
-def test_24_bit_masters_and_8_bit_moments_are_7_bytes_per_parameter() -> None:
-    module = Net(ADAMW_8BIT, None)
-    plugin = MasterWeightsPrecision("bf16-true", storage="24bit")
-    trainer = quiet_trainer(plugins=[plugin])
-    trainer.fit(module, ResumableLoader(batches()))
-    weights = list(module.parameters())
-    state = to_plain_tensors([trainer.optimizers[0].state[p] for p in weights])
-    kept = [*weights, *tree_leaves(state)]
-    # Without torchao's tables of 256 numbers, one for each state, and counters of steps.
-    tensors = [t for t in kept if isinstance(t, torch.Tensor) and t.shape not in ((), (256,))]
-    own = sum(t.nbytes for t in tensors)
-    gradients = sum(2 * p.numel() for p in weights)
-    assert (own + gradients) / sum(p.numel() for p in weights) == pytest.approx(7 + 2 * 4 / 256)
 
 
 def test_only_classes_of_torchao_are_made_from_a_checkpoint() -> None:
