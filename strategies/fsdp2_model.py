@@ -21,7 +21,7 @@ from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units
 from lightning_mp.distributed.sharding_rules import refuse_half_tied_units
 from lightning_mp.modules.forward_wrapper import class_forward
 from lightning_mp.modules.names import is_inside, named_modules
-from lightning_mp.policy.gathered_dtypes import gathered_dtypes
+from lightning_mp.policy.gathered_dtypes import gathered_dtypes, gathered_of_masters
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
@@ -83,8 +83,8 @@ def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precis
         low = None  # what is gathered in 16 bit could not be evaluated in fp32
     if low is not None and precision.endswith("-mixed"):
         return sharding_units(gathered_dtypes(module, policy, low), names, low)
-    if low is not None and policy is not None:
-        return sharding_units(policy.resolve(module), names, low)
+    if low is not None and hasattr(plugin, "storage"):  # fp32 shards are the masters
+        return sharding_units(gathered_of_masters(module, policy, low), names, low)
     in_own_dtype = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     inner_first = sorted(names, key=lambda name: -(name.count(".") + 1 if name else 0))
     return [ShardingUnit((name,), in_own_dtype) for name in inner_first]

@@ -90,6 +90,9 @@ MASTER_DTYPES = {name: PRECISIONS[row].compute_dtype for (name, _), row in _BY_S
 HALF_DTYPES = (_FP16, _BF16)
 CAST_DTYPES = (_FP32, *HALF_DTYPES)
 
+#: The largest fp16 number.
+HALF_MAX = torch.finfo(_FP16).max
+
 
 def find_precision(precision: object) -> PrecisionSpec:
     """A precision by its name, or of a precision plugin.

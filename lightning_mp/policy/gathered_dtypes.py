@@ -1,4 +1,6 @@
-"""In which dtype FSDP2 gathers the weights of each module of a model that trains under autocast."""
+"""In which dtype FSDP2 gathers the weights of each module of a model that trains under autocast, or with masters."""
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from lightning_mp.policy.operations import FAMILIES, operation_of_module
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
+from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 
 # Matrix products that are no modules of torch: a linear layer with its weight the other way round.
 _PRODUCTS = ("transformers.pytorch_utils.Conv1D",)
@@ -28,6 +31,30 @@ def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch
     """
     resolved = policy.resolve(model) if policy is not None else None
     decided = {module.name: module for module in resolved.modules} if resolved is not None else {}
+
+    def dtype_of(name: str, part: nn.Module) -> Dtype:
+        ruled = decided.get(name)
+        if resolved is not None and ruled is not None and resolved.deciding_rule(ruled) is not None:
+            asked = resolved.compute_dtype(ruled)
+            return torch.float32 if asked == LOW and _is_norm(part) else asked
+        return LOW if _is_product(part) else torch.float32
+
+    return _gathered(model, dtype_of)
+
+
+def gathered_of_masters(model: nn.Module, policy: PrecisionPolicy | None, low: torch.dtype) -> ResolvedPolicy:
+    """Of fp32 shards that are master weights: 16 bit for all that modules compute with in 16 bit, fp32 for the rest.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    >>> [m.dtype for m in gathered_of_masters(model, None, torch.bfloat16).modules if m.has_parameters]
+    ['low', torch.float32]
+    """
+    kept = kept_in_float32(model, with_exact_parametrizations(policy, model), low)
+    return _gathered(model, lambda _, part: torch.float32 if part in kept else LOW)
+
+
+def _gathered(model: nn.Module, dtype_of: Callable[[str, nn.Module], Dtype]) -> ResolvedPolicy:
+    """The dtypes of modules' own weights, as a policy; a weight that several share with different dtypes is fp32."""
     by_parameter: dict[int, list[str]] = {}
     dtypes: dict[str, Dtype] = {}
     modules: dict[str, nn.Module] = {}
@@ -35,12 +62,7 @@ def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch
         if any(module is other for other in modules.values()):
             continue
         modules[name] = module
-        ruled = decided.get(name)
-        if resolved is not None and ruled is not None and resolved.deciding_rule(ruled) is not None:
-            asked = resolved.compute_dtype(ruled)
-            dtypes[name] = torch.float32 if asked == LOW and _is_norm(module) else asked
-        else:
-            dtypes[name] = LOW if _is_product(module) else torch.float32
+        dtypes[name] = dtype_of(name, module)
         for parameter in module.parameters(recurse=False):
             by_parameter.setdefault(id(parameter), []).append(name)
     for names in by_parameter.values():

@@ -183,7 +183,8 @@ def estimate_memory(
     window = _window(module, accumulate_grad_batches)
     if sync not in get_args(GradientSync):
         raise ValueError(f"`sync` {sync!r} is not known. Use one of {', '.join(get_args(GradientSync))}.")
-    rules = policy if policy is not None else getattr(precision, "policy", None)
+    of_name = PrecisionPolicy.default() if row.master_bytes and isinstance(precision, str) else None
+    rules = policy if policy is not None else getattr(precision, "policy", of_name)
     if rules is not None and not (row.autocast or row.master_bytes):
         raise ValueError(f"`policy` needs a precision that has one, got {row.name!r}. Use bf16-mixed, or leave it out.")
     chosen = rules if rules is None or isinstance(rules, PrecisionPolicy) else PrecisionPolicy(rules)
@@ -336,9 +337,7 @@ def under_fsdp2(
         reduced += _REDUCED_BYTES * sum(unit.learning for unit in found)
     result = []
     for sample in samples:
-        sharded = {
-            part: ceil(size * share) if part in _SHARDED else size for part, size in sample.bytes_by_part.items()
-        }
+        sharded = {part: ceil(size * share) if part in _SHARDED else size for part, size in _of_shards(sample).items()}
         if sample.phase == "optimizer step":
             sharded["temporaries"] = ceil(sharded.get("temporaries", 0) * share)
             extra: Mapping[Part, int] = {}
@@ -347,6 +346,17 @@ def under_fsdp2(
             extra = {"gathered weights": gathered, "communication buffers": buffers + held}
         result.append(_with(MemorySample(sample.phase, sharded), extra))
     return result
+
+
+def _of_shards(sample: MemorySample) -> dict[Part, int]:
+    """Of masters FSDP2 holds fp32 shards and their fp32 gradients; 16-bit copies are what it gathers."""
+    parts = dict(sample.bytes_by_part)
+    copies = parts.get("masters", 0) // 2
+    gradients = parts.get("gradients", 0)
+    return parts | {
+        "weights": max(0, parts.get("weights", 0) - copies),
+        "gradients": 2 * gradients if copies else gradients,
+    }
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,13 @@ from lightning_mp.core.precisions import CAST_DTYPES, HALF_DTYPES, PrecisionSpec
 from lightning_mp.flops.grouped_products import GroupedProducts, backward_in_modes
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.gradients.old_gradients import module_needs_old_gradients
-from lightning_mp.modules.names import named_modules
-from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
-from lightning_mp.modules.stand_ins import (
-    batch_with,
-    module_with,
-    run_forward,
-    sum_of_outputs,
-)
+from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.float8_layers import choose_float8_layers
 from lightning_mp.policy.gathered_dtypes import gathered_low
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.step_memory.kernels import CudaKernels, cpu_workspace_bytes
 from lightning_mp.step_memory.live_storages import PARTS, LiveStorages, MemorySample, Part
 from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
@@ -56,6 +50,9 @@ class StandInModel:
     ) -> None:
         self._precision = precision
         self.fp32_gradients = precision.fp32_gradients
+        self._is_autocast = precision.autocast or precision.master_bytes > 0
+        if precision.master_bytes > 0:
+            policy = with_exact_parametrizations(policy, module)
         kept = _kept_in_float32(module, precision, policy)
         self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
         chosen = choose_float8_layers(self.module) if precision.fp8 else []
@@ -63,7 +60,7 @@ class StandInModel:
         for layer in fp8:
             layer.forward = partial(_fp8_linear, layer, _emulated_product if device_type == "cpu" else _product)  # type: ignore[method-assign]
         self._policy: AppliedPolicy | None = None
-        rules = _rules(policy, device_type) if precision.autocast else policy
+        rules = _rules(policy, device_type) if self._is_autocast else policy
         if rules is not None:
             self._policy = AppliedPolicy(rules, self.module, "cpu", fp8)
 
@@ -71,7 +68,7 @@ class StandInModel:
     def forward_context(self) -> Iterator[None]:
         """What a plugin puts around a forward."""
         dtype = self._precision.compute_dtype
-        casts = self._precision.autocast or self._policy is not None
+        casts = self._is_autocast or self._policy is not None
         with ExitStack() as stack:
             if casts:
                 stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=self._precision.cache_weights))
@@ -93,31 +90,32 @@ class StandInModel:
 
     def cast_input(self, tensor: Tensor) -> Tensor:
         """A stand-in for a tensor of the batch, in the format of 16-bit weights."""
-        narrow = self._precision.weight_dtype != torch.float32 and self._policy is None
+        narrow = self._precision.weight_dtype != torch.float32 and not self._is_autocast
         return stand_in_for(tensor, self._precision.weight_dtype if narrow and tensor.is_floating_point() else None)
 
 
 def _kept_in_float32(
     module: nn.Module, precision: PrecisionSpec, policy: PrecisionPolicy | None
 ) -> Callable[[Tensor], torch.dtype | None]:
-    """The format in which a tensor of the module is held; None for its own."""
+    """The format in which a tensor of the module is held; None for its own.
+
+    Of weights with 16-bit copies the copies are the module's, and the fp32 parameters are with the optimizer.
+    """
     if precision.weight_dtype == torch.float32:
         return lambda tensor: None
-    has_masters = precision.master_bytes > 0
-    ruled = policy.resolve(module).modules_not_used_in(precision.compute_dtype) if policy is not None else ()
+    if precision.master_bytes == 0:
+        return lambda tensor: precision.weight_dtype if tensor.dtype in CAST_DTYPES else None
     kept = {
         id(parameter)
-        for name, part in named_modules(module)
-        if isinstance(part, NORMS_WITH_STATISTICS) or name in ruled
+        for part in kept_in_float32(module, policy, precision.compute_dtype)
         for parameter in part.parameters(recurse=False)
     }
-    buffers = {id(buffer) for buffer in module.buffers()}
+    lent = {id(p) for p in module.parameters() if p.requires_grad and p.dtype in CAST_DTYPES}
 
     def dtype_of(tensor: Tensor) -> torch.dtype | None:
-        if tensor.dtype not in CAST_DTYPES:
+        if id(tensor) not in lent:  # frozen weights and buffers
             return None
-        stays = has_masters and id(tensor) in kept | buffers
-        return None if stays else precision.weight_dtype
+        return torch.float32 if id(tensor) in kept else precision.weight_dtype
 
     return dtype_of
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mp import JointOptimizer
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.precision.masters.split_parameters import SPLIT_CLASSES
 
 WIDTH, TOKENS, VOCABULARY = 64, 32, 96
 
@@ -347,14 +348,19 @@ class Measured(pl.Callback):
 
     @staticmethod
     def _held(trainer: Any, module: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
-        masters = getattr(trainer.precision_plugin, "_masters", None)
-        store = masters.store if masters is not None else None
+        lent = getattr(trainer.precision_plugin, "_lent", None)
+        copies = {id(loan.parameter): loan.copy for loan in lent.loans} if lent is not None else {}
+        compressed = getattr(trainer.precision_plugin, "_compressed", None)
+        memories = [loan.memory for loan in compressed.loans] if compressed is not None else []
+        split = {id(p) for p in module.parameters() if type(p) in SPLIT_CLASSES}
         states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
         return {
-            "weights": [p.detach() for p in module.parameters()],
+            "weights": [copies.get(id(p), p).detach() for p in module.parameters() if id(p) not in split]
+            + [memory.split.high for memory in memories],
             "buffers": list(module.buffers()),
             "gradients": [p.grad for p in module.parameters() if p.grad is not None],
-            "masters": [kept.detach() for kept in store._kept.values()] if store is not None else [],
+            "masters": [p.detach() for p in module.parameters() if id(p) in copies and id(p) not in split]
+            + [memory.split.rest for memory in memories],
             "optimizer states": list(tensors_in(states)),
             "batch": list(tensors_in(batch)),
         }

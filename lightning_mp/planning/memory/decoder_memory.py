@@ -242,7 +242,8 @@ def _of_activations(
 ) -> dict[Part, float]:
     tokens, context_tokens = tokens_and_context
     ranks = layout.layout
-    residual = row.weight_bytes if row.autocast or row.weight_bytes == 4 else row.activation_bytes
+    # Norms take and save fp32, under autocast and with masters.
+    residual = 4 if row.autocast or row.master_bytes or row.weight_bytes == 4 else row.activation_bytes
     by_formula = config.saved_bytes_per_token(
         row.activation_bytes, residual, tensor=ranks.tensor, sequence_parallel=sequence_parallel
     )
