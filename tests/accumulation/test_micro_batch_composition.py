@@ -15,7 +15,8 @@ from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
-from lightning_mp.accumulation.microbatched_step import is_out_of_memory, merge_logged
+from lightning_mp.accumulation.out_of_memory import is_out_of_memory
+from lightning_mp.accumulation.part_logs import merge_logged
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 
 

@@ -16,7 +16,7 @@ from small_models import TokenModel, fit, loader, quiet_trainer, regression_batc
 from torch import nn
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor
-from lightning_mp.accumulation.microbatched_step import forget_attempt
+from lightning_mp.accumulation.out_of_memory import forget_attempt
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 
 
