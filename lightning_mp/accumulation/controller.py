@@ -83,8 +83,6 @@ class AccumulationController(Callback):
         self.counter = TokenCounter()
         self._fit = _Fit()
         self._is_plugins = False
-        #: What the part under way weighs in the mean of its micro-batch.
-        self.part_weight: float | Tensor = 1.0
         # Of a checkpoint, until training starts.
         self._saved_window: PartialAccumulation | None = None
 
@@ -300,41 +298,6 @@ class AccumulationController(Callback):
             for function in fit.at_first_batch:
                 function(batch)
 
-    # -- parts of a micro-batch ----------------------------------------------------------------------------------------
-
-    def begin_part(self, part: Any, share: float, *, losses_add_up: bool) -> None:
-        """A part of the current micro-batch begins, in place of the whole: it weighs as one of its window does."""
-        micro_batch, meter = self.state.micro_batch, self._fit.meter
-        self.part_weight = share
-        if self.settings.weighting is None or micro_batch is None:
-            return
-        if meter is not None:
-            measure = meter.weighting.measure(part)
-        else:
-            measure = Measure(1, 0, 0, 0, divisor=batch_tokens.declared_divisor(part))
-        window = replace(self.state.window, is_split=True)
-        factor = 1.0 if losses_add_up else share
-        self.state = replace(self.state, window=window, micro_batch=replace(micro_batch, measure=measure, share=factor))
-
-    def end_parts(self, whole: AccumulationState) -> None:
-        """All parts of a micro-batch are over: what is known of it is that of the whole."""
-        self.state = replace(self.state, micro_batch=whole.micro_batch)
-
-    def return_to(self, state: AccumulationState) -> None:
-        """A micro-batch is done again from where it began; what is known of the run's first loss stays."""
-        self.state = replace(state, reference_items=self.state.reference_items)
-
-    def count_of_part(self, part: Any, loss: Tensor) -> float | None:
-        """What a part would weigh in the mean of its micro-batch; None if that is its samples."""
-        from lightning_mp.tokens.loss_average import LossAverage
-
-        counts = [average.count(loss / 1) for average in LossAverage.of(loss / 1)]
-        return float(counts[0]) if len(counts) == 1 and counts[0] is not None else None
-
-    def counts_nothing(self, loss: Tensor) -> bool:
-        """Whether a part's loss is a mean over nothing."""
-        return False
-
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
         if self.settings.weighting is None:
@@ -355,9 +318,6 @@ class AccumulationController(Callback):
                 loss.mul_(factor.to(loss.device))
             elif factor != 1.0:
                 loss.mul_(factor)
-            self.part_weight = factor
-        elif not self._fit.weighs and self.state.micro_batch is not None and self.state.micro_batch.share != 1.0:
-            loss.mul_(self.state.micro_batch.share)
         assert self.state.reference_items is not None
         self.state = windows.add_micro_batch(self.state, self.state.reference_items)
         self._fit.is_in_backward = True

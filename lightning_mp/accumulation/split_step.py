@@ -44,6 +44,7 @@ from lightning_mp.accumulation.out_of_memory import (
     smaller_size,
 )
 from lightning_mp.accumulation.part_logs import PartLogs
+from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.accumulation.split_state import SplitState
 from lightning_mp.accumulation.windows import AccumulationState
 from lightning_mp.core import private_api, private_loop_api, private_sharding_api
@@ -52,6 +53,7 @@ from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_loop_api import BatchClosure
 from lightning_mp.core.random_state import RandomState
+from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.late_reduction import reduce_gradients
 from lightning_mp.modules.state import keep_module
 
@@ -100,6 +102,8 @@ class SplitStep:
         self._fitted: set[Any] = set()  # shapes whose backward was over when the optimizer had its state
         self._is_overlapping = False  # a backward whose buckets other ranks get
         self.is_running = False  # a batch, or a part of one
+        self._shown = RunningParts()
+        RunState.of(trainer).keep(self._shown)
         patches = Patches.of(trainer)
         private_loop_api.replace_closures(trainer, self._begin)
         self._after_backward = patches.replace(trainer.precision_plugin, "post_backward", self._post_backward)
@@ -128,13 +132,14 @@ class SplitStep:
         counted = self._controller.state
         batch = _Batch(closure, kept, _versions(kept), random_state, restore, counted, closure.zero_grad)
         self._window.append(batch)
+        self._shown.is_repeated = False
         closes = not private_loop_api.is_accumulating(self._trainer)
         self.is_running = True
         try:
             ran = self._attempt_until_it_fits(batch, closes)
             self._log(ran)
         finally:
-            self.is_running = False
+            self.is_running, self._shown.part = False, None
             self._logs.drop()
             self._controller.end_parts(counted)
         if closes:
@@ -155,6 +160,7 @@ class SplitStep:
                     raise
                 self._make_smaller(sizes_tried, error)
                 forget_attempt(error)
+            self._shown.is_repeated = True
             batch.return_to(self._controller)
             free_cached_memory(self._module.device)
 
@@ -163,10 +169,17 @@ class SplitStep:
         closure = batch.closure
         self._module.optimizer_zero_grad(self._trainer.current_epoch, closure.batch_idx, closure.optimizer)
         for earlier in self._window[:-1]:
-            earlier.return_to(self._controller)
+            self._return_to(earlier, carries=earlier is not self._window[0])
             ran = self._run_parts(earlier, closes=False)
             self._call_after_backward(ran)  # it may change the gradient; what it logs is dropped
+        self._return_to(batch, carries=len(self._window) > 1)
+
+    def _return_to(self, batch: _Batch, *, carries: bool) -> None:
+        """Where it began, with what the window's earlier batches have added up to by now."""
+        totals = self._controller.state.window.totals
         batch.return_to(self._controller)
+        if carries:
+            self._controller.carry_totals(totals)
 
     def _run_parts(self, batch: _Batch, closes: bool) -> list[_Ran]:
         """What Lightning's closure does, for each part."""
@@ -179,6 +192,7 @@ class SplitStep:
         for index, part in enumerate(parts):
             self._logs.begin_part(index)
             if len(parts) > 1:
+                self._show(batch, part, index)
                 self._controller.begin_part(part.batch, part.samples / samples, losses_add_up=self._state.form == "sum")
             reduces = overlaps and part is parts[-1]
             with nullcontext() if reduces or self._ddp is None else self._ddp.no_sync():
@@ -197,6 +211,11 @@ class SplitStep:
         if closes and self._ddp is not None and not overlaps:
             reduce_gradients(self._ddp)
         return ran
+
+    def _show(self, batch: _Batch, part: Microbatch, index: int) -> None:
+        shown = self._shown
+        shown.batch_idx, shown.index = batch.closure.batch_idx, index
+        shown.part, shown.random_state = copied_containers(part.batch), RandomState.capture(self._module.device)
 
     def _run_backward(self, batch: _Batch, output: ClosureResult, *, is_part: bool) -> bool:
         """Whether there was a loss to run it for; the mean over nothing of a part has NaN for a gradient."""
@@ -283,6 +302,7 @@ class SplitStep:
         try:
             state.form = probe.form_of(batch.batch, state, batch.closure)
         finally:
+            self._shown.is_repeated = True  # forwards have run that are no part of the step
             batch.return_to(self._controller)
 
 

@@ -67,7 +67,6 @@ class MicroBatch:
     ends_epoch: bool = False  # it is the last of its epoch
     another_epoch_follows: bool = False  # and that epoch is not the last of the run
     is_repeated: bool = False  # it is not of the first epoch
-    share: float = 1.0  # of the batch of the loader, if it is a part of one that did not fit
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,6 @@ class Window:
     position: int = 0  # those that are over
     is_open: bool = False  # the last one left it open
     closes: bool = False  # the optimizer steps after the current micro-batch
-    is_split: bool = False  # a micro-batch of it did not fit, and runs in parts
     # of those that came to backward on this rank; None once the optimizer step has taken them
     totals: AccumulationTotals | None = None
 
@@ -220,7 +218,7 @@ def is_single_micro_batch_step(state: AccumulationState) -> bool:
 
     Multiplying and dividing again would move fp16 gradients by what its items are over those of the run's first one.
     """
-    if state.window.planned != 1 or state.micro_batch is None or state.window.is_split:
+    if state.window.planned != 1 or state.micro_batch is None:
         return False
     return (state.layout is None or state.layout.data_ranks == 1) and state.micro_batch.measure.divisor is None
 

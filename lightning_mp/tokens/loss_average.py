@@ -19,6 +19,8 @@ _OVER_ELEMENTS = (
 _QUOTIENT = "DivBackward0"
 # Of cross_entropy with probabilities as targets: torch divides the negative sum by a number, which Python code cannot.
 _OF_PROBABILITIES = "DivBackward1"
+#: Of :func:`lightning_mp.accumulation.ready_gradients.loss_with_gradients`.
+_READY = "_ReadyGradientsBackward"
 #: Nodes between a training step's loss and the means in it; any other node belongs to the model.
 _ARITHMETIC = ("Mul", "Div", "Add", "Sub", "Neg", "Sum", "Stack", "ToCopy", "Clone")
 _SHAPES = ("Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ReshapeAlias", "Select")
@@ -64,6 +66,8 @@ class LossAverage:
         node = _follow(loss.grad_fn, self.path)
         if node is None or type(node).__name__ != self.node:
             return None
+        if self.node == _READY:
+            return node.averaged_over  # type: ignore[no-any-return]
         if self.node == "MeanBackward0":
             return int(node._saved_self_sym_numel)
         if self.node == _OF_PROBABILITIES:
@@ -167,7 +171,7 @@ def _means(start: Any) -> list[LossAverage]:
         reduction = getattr(node, "_saved_reduction", None)
         is_mean = name == "MeanBackward0" or (name in (*_NLL, *_OVER_ELEMENTS) and reduction == _MEAN)
         is_mean |= name == _OF_PROBABILITIES and type(_follow(node, (0,))).__name__ == "NegBackward0"
-        if is_mean:
+        if is_mean or (name == _READY and node.averaged_over is not None):
             found.append(LossAverage(path, name))
         elif name in (*_NLL, *_OVER_ELEMENTS) and reduction == _SUM:
             sums.append(path)
