@@ -30,7 +30,7 @@ from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.core.saved_state import COUNT, FLAG, POSITIVE, checked_state, or_none
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.tokens.budget import TokenBudget
-from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
+from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN, AccumulationTotals, TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure
 
 
@@ -67,6 +67,9 @@ class MicroBatch:
     ends_epoch: bool = False  # it is the last of its epoch
     another_epoch_follows: bool = False  # and that epoch is not the last of the run
     is_repeated: bool = False  # it is not of the first epoch
+    share: float = 1.0  # of the batch of the loader, if it is a part of one that did not fit
+    is_known: bool | Tensor = True  # what it weighs; a tensor where the host would have to wait for it
+    factor: float | Tensor = 1.0  # of its loss, beside Lightning's division
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Window:
     position: int = 0  # those that are over
     is_open: bool = False  # the last one left it open
     closes: bool = False  # the optimizer steps after the current micro-batch
+    is_split: bool = False  # a micro-batch of it did not fit, and runs in parts
     # of those that came to backward on this rank; None once the optimizer step has taken them
     totals: AccumulationTotals | None = None
 
@@ -85,7 +89,9 @@ class Window:
 class AccumulationState:
     """How far a run is."""
 
-    reference_items: float | None = None  # what the run's first micro-batch weighs on rank 0; None before it
+    # what factors of losses are relative to: the mean weight in the last window, or of the first micro-batch; None
+    # before that
+    reference_items: float | None = None
     # the data's layout in which the sizes below were measured; None before the first micro-batch
     layout: DataLayout | None = None
     # samples of the first micro-batch in that layout, over all ranks; 0 if it is not needed
@@ -167,14 +173,66 @@ def begin_micro_batch(
     return replace(state, window=replace(window, closes=closes), micro_batch=micro_batch)
 
 
-def add_micro_batch(state: AccumulationState, reference_items: float) -> AccumulationState:
+def weigh_micro_batch(
+    state: AccumulationState, items: float | Tensor, is_known: bool | Tensor, divisor: float | Tensor | None = None
+) -> AccumulationState:
+    """The current micro-batch weighs so many items; ``divisor`` is what its loss was divided by, if not by these.
+
+    From the first one in its window whose weight is not known, each weighs as much as those before it in the mean.
+    """
+    assert state.micro_batch is not None
+    assert state.window.totals is not None
+    assert state.reference_items is not None
+    micro_batch, totals, reference = state.micro_batch, state.window.totals, state.reference_items
+    is_known = is_known & (totals.number(UNKNOWN) == 0)
+    if is_known is not True:
+        items_before, losses_before = totals.number(ITEMS), totals.number(LOSSES)
+        mean = items_before / losses_before if totals.host[LOSSES] else 0.0
+        if isinstance(mean, Tensor):
+            mean = torch.where(mean > 0, mean, reference)
+        mean = micro_batch.share * (mean if isinstance(mean, Tensor) else mean or reference)
+        if isinstance(is_known, Tensor):
+            items = torch.where(is_known, items, mean)
+            divisor = None if divisor is None else torch.where(is_known, divisor, mean)
+        else:
+            items, divisor = mean, None
+    measure = replace(micro_batch.measure, items=items, divisor=divisor)
+    factor = (items if divisor is None else divisor) / reference
+    return replace(state, micro_batch=replace(micro_batch, measure=measure, is_known=is_known, factor=factor))
+
+
+def weigh_nothing(state: AccumulationState) -> AccumulationState:
+    """The current micro-batch has no items, and its gradient is 0."""
+    assert state.micro_batch is not None
+    measure = replace(state.micro_batch.measure, items=0.0, divisor=None)
+    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=1.0))
+
+
+def weigh_equally(state: AccumulationState) -> AccumulationState:
+    """The current micro-batch weighs as much as every other one, and its loss is left to Lightning."""
+    assert state.micro_batch is not None
+    share = state.micro_batch.share
+    measure = replace(state.micro_batch.measure, items=share, divisor=None)
+    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=share))
+
+
+def add_micro_batch(state: AccumulationState) -> AccumulationState:
     """Backward of the current micro-batch's loss begins: it counts."""
     assert state.micro_batch is not None
     assert state.window.totals is not None
-    m, window = state.micro_batch.measure, state.window
-    totals = state.window.totals.plus(m.items, m.tokens, m.input_tokens, m.samples, m.nonpad_tokens, m.most_tokens)
-    reference = reference_items if state.reference_items is None else state.reference_items
-    return replace(state, reference_items=reference, window=replace(window, totals=totals))
+    micro_batch, window = state.micro_batch, state.window
+    m, unknown = micro_batch.measure, 1.0 - micro_batch.is_known * 1.0
+    totals = state.window.totals.plus(
+        m.items,
+        m.tokens,
+        m.input_tokens,
+        m.samples,
+        m.nonpad_tokens,
+        m.most_tokens,
+        losses=micro_batch.share,
+        unknown=unknown,
+    )
+    return replace(state, window=replace(window, totals=totals))
 
 
 def take_totals(state: AccumulationState) -> AccumulationState:
@@ -214,26 +272,14 @@ def end_at(state: AccumulationState, tokens: int) -> AccumulationState:
 
 
 def is_single_micro_batch_step(state: AccumulationState) -> bool:
-    """Whether the current micro-batch is the whole step: its loss is the mean already, and nothing is multiplied.
-
-    Multiplying and dividing again would move fp16 gradients by what its items are over those of the run's first one.
-    """
-    if state.window.planned != 1 or state.micro_batch is None:
+    """Whether the current micro-batch is the whole step: its loss is the mean already, and nothing is multiplied."""
+    if state.window.planned != 1 or state.window.is_split or state.micro_batch is None:
         return False
     return (state.layout is None or state.layout.data_ranks == 1) and state.micro_batch.measure.divisor is None
 
 
-def loss_factor(state: AccumulationState) -> float | Tensor:
-    """The factor of the current micro-batch's loss: its items over those of the run's first one."""
-    assert state.micro_batch is not None
-    assert state.reference_items is not None
-    measure = state.micro_batch.measure
-    divisor = measure.items if measure.divisor is None else measure.divisor
-    return divisor / state.reference_items
-
-
 def expected_items(state: AccumulationState, num_ranks: int) -> float:
-    """Items of the window over all ranks, if all its micro-batches were like the run's first and none were missing."""
+    """Items of the window over all ranks, if all its micro-batches weighed as factors are relative to."""
     assert state.reference_items is not None
     return num_ranks * state.reference_items * state.window.planned
 
@@ -242,9 +288,24 @@ def normalisation(state: AccumulationState, totals: Tensor, num_ranks: int) -> T
     """By what the gradient of the window is multiplied to be the exact mean, a scalar tensor; None if that is 1."""
     local = state.window.totals
     assert local is not None
-    if is_single_micro_batch_step(state):
+    if is_single_micro_batch_step(state) or state.reference_items is None:
         return None
     expected = expected_items(state, num_ranks)
-    if num_ranks == 1 and local.device[0] is None and local.host[0] == expected:
+    if num_ranks == 1 and local.device[ITEMS] is None and local.host[ITEMS] == expected:
         return None
-    return expected / torch.where(totals[0] > 0, totals[0], 1.0)
+    return torch.where(totals[ITEMS] > 0, expected / torch.where(totals[ITEMS] > 0, totals[ITEMS], 1.0), 1.0)
+
+
+def mean_of_losses(state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
+    """With equal weights: where micro-batches had no loss, the gradient is the mean over the others."""
+    local, micro_batches = state.window.totals, state.window.position + 1
+    assert local is not None
+    if num_ranks == 1 and local.host[LOSSES] == micro_batches:
+        return None
+    losses = totals[LOSSES]
+    return torch.where(losses > 0, num_ranks * micro_batches / torch.where(losses > 0, losses, 1.0), 1.0)
+
+
+def next_reference(state: AccumulationState, items: float, losses: float) -> AccumulationState:
+    """Factors in the windows to come are relative to the mean weight in this one, which keeps them near 1."""
+    return replace(state, reference_items=items / losses) if items > 0 and losses > 0 else state

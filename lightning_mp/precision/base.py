@@ -45,7 +45,7 @@ from lightning_mp.precision.optimizer_states import refuse_other_optimizers
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
 _PRECISION_KEY = "lightning_mp_precision"
-_REFERENCE_ITEMS_KEY = "lightning_mp_reference_items"
+_WEIGHTS_KEY = "lightning_mp_loss_weights"
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class Carried:
 
     device_type: str | None = None  # of the last run; None before the first
     skipped_steps: int = 0  # of the fits so far
-    reference_items: float | None = None  # see `lightning_mp.accumulation.windows.AccumulationState`
+    loss_weights: dict[str, Any] | None = None  # see `AccumulationController.weights_state`
     policy_table: str = ""  # what a policy resolved to
     warned_about_rounding: bool = False  # of masters that Lightning's own plugins do not read
 
@@ -212,7 +212,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def teardown(self) -> None:
         """Undoes all changes to other objects, whatever is raised; Lightning calls it also after exceptions."""
         _explain_folder(sys.exception())
-        self._note_reference_items()
+        self._note_loss_weights(settle=False)  # other ranks may have raised
         run, self._in_run = self._in_run, None
         with run.ends if run is not None else nullcontext():
             # Manual optimization updates the scale when the next batch begins, and there is none.
@@ -479,9 +479,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 " converted, so results differ from those of that run."
             )
         controller = AccumulationController.of(run.trainer)
-        reference = checkpoint.get(_REFERENCE_ITEMS_KEY)
-        if controller is not None and reference is not None:
-            controller.continue_from(float(reference))
+        weights = checkpoint.get(_WEIGHTS_KEY)
+        if controller is not None and weights is not None:
+            controller.continue_from(weights)
         if run.dispatcher is not None:
             run.dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
@@ -503,18 +503,18 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._carry(skipped_steps=dispatcher.skipped_steps)
         checkpoint[_SKIPPED_STEPS_KEY] = self._carried.skipped_steps
         checkpoint[_PRECISION_KEY] = str(self.precision)
-        self._note_reference_items()
-        if self._carried.reference_items is not None:
-            checkpoint[_REFERENCE_ITEMS_KEY] = self._carried.reference_items
+        self._note_loss_weights(settle=True)
+        if self._carried.loss_weights is not None:
+            checkpoint[_WEIGHTS_KEY] = self._carried.loss_weights
         state = self.state_dict()
         if state:
             for key in _STOCK_STATE_KEYS:
                 checkpoint[key] = state
 
-    def _note_reference_items(self) -> None:
+    def _note_loss_weights(self, *, settle: bool) -> None:
         controller = AccumulationController.of(self._in_run.trainer) if self._in_run is not None else None
         if controller is not None:
-            self._carry(reference_items=controller.state.reference_items)
+            self._carry(loss_weights=controller.weights_state(settle=settle))
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without a scaler."""

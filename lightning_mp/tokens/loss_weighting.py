@@ -21,12 +21,12 @@ CountFunction = Callable[[Any], int] | Callable[[Any], Tensor] | Callable[[Any],
 class Measure:
     """One micro-batch on this rank."""
 
-    items: int | Tensor  # what it weighs
+    items: float | Tensor  # what it weighs
     tokens: int | Tensor  # its target tokens; 0 if they are not counted
     input_tokens: int  # tokens in the inputs, padding included
     most_tokens: int  # an upper bound for `tokens` that the host knows from the shape
     samples: int = 0  # its samples; 0 if they are not counted
-    divisor: int | Tensor | None = None  # what its loss was divided by, if that is not `items`
+    divisor: float | Tensor | None = None  # what its loss was divided by, if that is not `items`
     nonpad_tokens: int | Tensor = 0  # tokens that an attention mask does not hide; 0 if tokens are not counted
 
 
@@ -49,9 +49,18 @@ class Weighting:
             raise ValueError(f"count={self.count!r} must be a function from a batch to its number of tokens.")
 
     def resolved(
-        self, first_batch: Any, *, shifted: bool, needs_tokens: bool = False, needs_samples: bool = False
+        self,
+        first_batch: Any,
+        *,
+        shifted: bool,
+        needs_tokens: bool = False,
+        needs_samples: bool = False,
+        by_loss: bool = False,
     ) -> "Weighting":
-        """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused."""
+        """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused.
+
+        With ``by_loss`` losses show what micro-batches weigh, and batches are only counted.
+        """
         has_tokens = self.has_tokens(first_batch)
         if not has_tokens and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
@@ -59,7 +68,7 @@ class Weighting:
                 " batch[1] must be an integer tensor of two dimensions or more. Or pass count=, a function from a"
                 " batch to its tokens (ChinchillaBudget: with landing='ceil')."
             )
-        weight_by = self.weight_by
+        weight_by = None if by_loss else self.weight_by
         if weight_by == "auto":
             weight_by = "token" if has_tokens else "sample"
         return replace(

@@ -1,0 +1,162 @@
+"""What each micro-batch weighs in the mean of its window, and the line that says so: exact, or as in Lightning."""
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Literal
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import Tensor
+
+from lightning_mp.accumulation import windows
+from lightning_mp.accumulation.settings import AccumulationSettings
+from lightning_mp.accumulation.windows import AccumulationState
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.ranks import all_gathered
+from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN
+from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown, read_items
+from lightning_mp.tokens.loss_weighting import Weighting
+from lightning_mp.tokens.loss_weights import LossWeights
+
+#: What weights come from: losses, a count of the batch (by hand, or in a pipeline), or nothing.
+Source = Literal["loss", "batch"] | None
+
+_CHECKED_LOSSES = 8
+
+
+class MicroBatchWeighing:
+    """The weights of one fit.
+
+    Ranks meet with their first losses, and where a loss has turned out to be unknown: then they say why, on one line.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", settings: AccumulationSettings, losses: LossWeights) -> None:
+        self._trainer, self._losses = trainer, losses
+        asked = settings.weighting
+        assert asked is not None
+        by_hand = asked.weight_by not in (None, "auto") or asked.count_weighs
+        self.source: Source = None
+        if by_hand or (asked.weight_by is not None and is_pipelined(trainer)):
+            self.source = "batch"
+        elif (asked.weight_by is not None or settings.weighs_by_loss) and not is_pipelined(trainer):
+            self.source = "loss"
+        self._is_own_count = asked.count_weighs
+        self._name = "count=" if asked.count_weighs else "their target tokens"
+        self._left = _CHECKED_LOSSES if by_hand else 0
+        self._first: tuple[float, float] | None = None  # of the losses that are checked: what it counts, and its weight
+        self._closed: HostCopy | None = None  # totals of the last window, until they have been read
+        self._why = ""  # the first loss in this window that is unknown on this rank
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether micro-batches have equal weights, which Lightning's division gives them."""
+        return self.source == "loss" and self._losses.is_equal
+
+    def weigh(self, state: AccumulationState, weighting: Weighting, loss: Tensor) -> AccumulationState:
+        """The state with what the current micro-batch weighs; its loss is not weighed yet. Call it on all ranks."""
+        state = self.settle_window(state)
+        if self.is_equal:
+            return windows.weigh_equally(state)
+        if self.source == "loss":
+            return self._by_loss(state, loss)
+        return self._by_count(state, weighting, loss)
+
+    def _by_count(self, state: AccumulationState, weighting: Weighting, loss: Tensor) -> AccumulationState:
+        assert state.micro_batch is not None
+        measure = state.micro_batch.measure
+        if self._left:
+            self._check(loss, measure.items, weighting)
+        if state.reference_items is None:
+            most = measure.most_tokens if weighting.weight_by == "token" else 0
+            reference = _reference(float(measure.items), float(most))
+            state = replace(state, reference_items=self._trainer.strategy.broadcast(reference))
+        is_known: bool | Tensor = True
+        if self._is_own_count:
+            is_known = (measure.items >= 0) & (measure.items < math.inf)
+            if is_known is not True and not self._why:
+                number = "a number" if isinstance(measure.items, Tensor) else f"{measure.items:g}"
+                self._why = f"count= returned {number}, which is no count"
+        return windows.weigh_micro_batch(state, measure.items, is_known, measure.divisor)
+
+    def _by_loss(self, state: AccumulationState, loss: Tensor) -> AccumulationState:
+        assert state.micro_batch is not None
+        declared, divisor = state.micro_batch.measure.divisor, None
+        reading = read_items(loss, divided=True, counts_sums=declared is not None)
+        if declared is not None and isinstance(reading, Items) and reading.summed is not None:
+            reading, divisor = Items((Mean("targets of a sum", reading.summed),)), declared
+        if self._losses.first is None:
+            state = self._meet(state, reading)
+            if self.is_equal:
+                return windows.weigh_equally(state)
+            if self._losses.first is None:  # no rank counts anything
+                return windows.weigh_nothing(state)
+        weight = self._losses.of(reading)
+        if weight.is_known is not True and not self._why:
+            self._why = weight.why
+        return windows.weigh_micro_batch(state, weight.items, weight.is_known, divisor)
+
+    def weigh_equally(self, why: str) -> None:
+        """Gives micro-batches equal weights from now on. Call it on all ranks."""
+        if self.source is not None and not self.is_equal:
+            self.source = "loss"
+            _warn(self._losses.weigh_equally(why))
+
+    def close_window(self, totals: HostCopy) -> None:
+        """A window is over; ``totals`` are those over all ranks."""
+        self._closed = totals
+
+    def settle_window(self, state: AccumulationState) -> AccumulationState:
+        """Takes from the last window what it has shown; call it on all ranks. Its step is long over, or on the CPU."""
+        closed, self._closed = self._closed, None
+        if closed is None or self.is_equal:
+            return state
+        totals = closed.read()
+        if totals[UNKNOWN] > 0:
+            self.weigh_equally(next((why for why in all_gathered(self._why) if why), "as before this fit was resumed"))
+        self._why = ""
+        return windows.next_reference(state, totals[ITEMS], totals[LOSSES])
+
+    def _meet(self, state: AccumulationState, reading: Items | Unknown) -> AccumulationState:
+        """Ranks settle with their first losses what micro-batches weigh."""
+        if isinstance(reading, Items):
+            known = [replace(m, total=float(m.total), is_even=bool(m.is_even)) for m in reading.means]
+            reading = Items(tuple(known), reading.form)
+        readings = all_gathered(reading)
+        line = self._losses.settle(readings)
+        if line:
+            rank_zero_info(line)
+        firsts = [r.means[0] for r in readings if isinstance(r, Items) and r.means]
+        if not firsts or self.is_equal:
+            return state
+        largest = max(firsts, key=lambda mean: float(mean.total))
+        return replace(state, reference_items=_reference(float(largest.total), largest.most))
+
+    def _check(self, loss: Tensor, items: Number, weighting: Weighting) -> None:
+        """Warns once if the first losses are means over another number than what was chosen by hand."""
+        self._left -= 1
+        reading = read_items(loss, divided=True)
+        is_checked = weighting.weight_by == "token" and isinstance(reading, Items) and len(reading.means) == 1
+        if not is_checked or not reading.means[0].kind.startswith("targets"):  # type: ignore[union-attr]  # checked
+            return
+        counted, weight = float(reading.means[0].total), float(items)  # type: ignore[union-attr]
+        first = self._first = self._first or (counted, weight)
+        if abs(counted * first[1] - weight * first[0]) > 1e-6 * abs(counted * first[1]):
+            self._left = 0
+            _warn(
+                f"Gradient accumulation: micro-batches are weighted by {self._name}, {first[1]:g} and {weight:g} in two"
+                f" of them, but their losses average over {first[0]:g} and {counted:g}. To weight by what the loss"
+                " averages over, use weight_by='auto' without count=."
+            )
+
+
+def _reference(items: float, most: float) -> float:
+    """What factors are relative to at first: a micro-batch with few items is no measure of those to come."""
+    return most if 4 * items < most < math.inf else items or 1.0
+
+
+@rank_zero_only
+def _warn(text: str) -> None:
+    """Python shows one text once per process, which would keep the next fit silent."""
+    warnings.warn_explicit(text, UserWarning, __name__, 0, registry={})
