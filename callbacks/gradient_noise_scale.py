@@ -239,9 +239,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if fit.is_booked:  # a part of a split micro-batch after the first, or of an earlier one that is done again
             if fit.norms_in_backward and window.micro_batches == 1:
                 window.is_countable = False
-                _report(
-                    fit, "the only micro-batch of a step is split, and its gradient is reduced over ranks at once."
-                )
+                _report(fit, "the only micro-batch of a step is split, and its gradient is reduced over ranks at once.")
             return
         fit.is_booked = True
         window.is_countable &= fit.samples is not None

@@ -120,6 +120,8 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         controller = AccumulationController.weigh_by_loss(trainer)
         if is_new:
             controller.on_fit_start(trainer, pl_module)
+            if getattr(trainer.precision_plugin, "weight_by", "loss") is None:
+                controller.weigh_equally("the precision plugin has weight_by=None")
         step = SplitStep(trainer, pl_module, self, self._state)
         if trainer.world_size > 1:
             _guard_all_gather(Patches.of(trainer), pl_module, step)

@@ -56,6 +56,7 @@ from lightning_mp.core.random_state import RandomState
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.late_reduction import reduce_gradients
 from lightning_mp.modules.state import keep_module
+from lightning_mp.tokens.loss_items import counts_nothing
 
 
 @dataclass
@@ -70,11 +71,11 @@ class _Batch:
     counted: AccumulationState
     zero_grad: Callable[[], None] | None  # until that is done
 
-    def return_to(self, controller: AccumulationController) -> None:
+    def return_to(self, controller: AccumulationController, *, carries_totals: bool = False) -> None:
         """Where it began: random numbers, the module's buffers and attributes, what is counted."""
         self.restore_module()
         self.random_state.restore()
-        controller.return_to(self.counted)
+        controller.return_to(self.counted, carries_totals=carries_totals)
 
 
 class _Ran(NamedTuple):
@@ -139,9 +140,11 @@ class SplitStep:
             ran = self._attempt_until_it_fits(batch, closes)
             self._log(ran)
         finally:
-            self.is_running, self._shown.part = False, None
+            self.is_running = False
             self._logs.drop()
-            self._controller.end_parts(counted)
+            if self._shown.part is not None:
+                self._shown.part = None
+                self._controller.end_parts(counted.micro_batch)
         if closes:
             self._window.clear()
         self._call_after_backward(ran)
@@ -169,31 +172,27 @@ class SplitStep:
         closure = batch.closure
         self._module.optimizer_zero_grad(self._trainer.current_epoch, closure.batch_idx, closure.optimizer)
         for earlier in self._window[:-1]:
-            self._return_to(earlier, carries=earlier is not self._window[0])
+            earlier.return_to(self._controller, carries_totals=earlier is not self._window[0])
             ran = self._run_parts(earlier, closes=False)
             self._call_after_backward(ran)  # it may change the gradient; what it logs is dropped
-        self._return_to(batch, carries=len(self._window) > 1)
-
-    def _return_to(self, batch: _Batch, *, carries: bool) -> None:
-        """Where it began, with what the window's earlier batches have added up to by now."""
-        totals = self._controller.state.window.totals
-        batch.return_to(self._controller)
-        if carries:
-            self._controller.carry_totals(totals)
+        batch.return_to(self._controller, carries_totals=len(self._window) > 1)
 
     def _run_parts(self, batch: _Batch, closes: bool) -> list[_Ran]:
         """What Lightning's closure does, for each part."""
         self._under_way = batch
         parts = self._state.parts_of(batch.batch)
-        samples = sum(part.samples for part in parts)
+        known = self._controller.parts_of(
+            [part.batch for part in parts], [part.samples for part in parts], losses_add_up=self._state.form == "sum"
+        )
         overlaps = closes and self._ddp is not None and _shapes(parts[-1].batch) in self._fitted
         self._logs.begin()
         ran: list[_Ran] = []
+        has_gradient = False
         for index, part in enumerate(parts):
             self._logs.begin_part(index)
             if len(parts) > 1:
                 self._show(batch, part, index)
-                self._controller.begin_part(part.batch, part.samples / samples, losses_add_up=self._state.form == "sum")
+                self._controller.begin_part(known[index])
             reduces = overlaps and part is parts[-1]
             with nullcontext() if reduces or self._ddp is None else self._ddp.no_sync():
                 output = batch.closure.training_step(part.batch)
@@ -201,7 +200,9 @@ class SplitStep:
                     zero_grad, batch.zero_grad = batch.zero_grad, None  # its hooks and counters: once
                     zero_grad()
                 self._is_overlapping = reduces
-                has_backward = self._run_backward(batch, output, is_part=len(parts) > 1)
+                may_skip = len(parts) > 1 and (part is not parts[-1] or has_gradient)
+                has_backward = self._run_backward(batch, output, may_skip=may_skip)
+                has_gradient = has_gradient or has_backward
                 self._is_overlapping = False
                 overlaps = overlaps and (has_backward or not reduces)
             ran.append(self._let_go(output, part) if len(parts) > 1 else _Ran(output, part.samples, 1.0))
@@ -217,10 +218,12 @@ class SplitStep:
         shown.batch_idx, shown.index = batch.closure.batch_idx, index
         shown.part, shown.random_state = copied_containers(part.batch), RandomState.capture(self._module.device)
 
-    def _run_backward(self, batch: _Batch, output: ClosureResult, *, is_part: bool) -> bool:
-        """Whether there was a loss to run it for; the mean over nothing of a part has NaN for a gradient."""
+    def _run_backward(self, batch: _Batch, output: ClosureResult, *, may_skip: bool) -> bool:
+        """Whether there was a loss to run it for; the mean over no items of a part may have NaN for a gradient."""
         loss, backward = output.closure_loss, batch.closure.backward
-        if loss is None or backward is None or (is_part and self._controller.counts_nothing(loss)):
+        if loss is None or backward is None:
+            return False
+        if may_skip and not bool(loss.isfinite().all()) and counts_nothing(loss):
             return False
         backward(loss)
         return True

@@ -48,6 +48,7 @@ class MicroBatchWeighing:
         self._first: tuple[float, float] | None = None  # of the losses that are checked: what it counts, and its weight
         self._closed: HostCopy | None = None  # totals of the last window, until they have been read
         self._why = ""  # the first loss in this window that is unknown on this rank
+        self.may_meet = False  # ranks meet once in each micro-batch, whatever some of them repeat
 
     @property
     def is_equal(self) -> bool:
@@ -87,7 +88,8 @@ class MicroBatchWeighing:
         if declared is not None and isinstance(reading, Items) and reading.summed is not None:
             reading, divisor = Items((Mean("targets of a sum", reading.summed),)), declared
         if self._losses.first is None:
-            state = self._meet(state, reading)
+            if self.may_meet:
+                state = self._meet(state, reading)
             if self.is_equal:
                 return windows.weigh_equally(state)
             if self._losses.first is None:  # no rank counts anything
@@ -96,6 +98,15 @@ class MicroBatchWeighing:
         if weight.is_known is not True and not self._why:
             self._why = weight.why
         return windows.weigh_micro_batch(state, weight.items, weight.is_known, divisor)
+
+    def count(self, loss: Tensor) -> float | None:
+        """The items of a loss as ``training_step`` returned it; None where they do not decide. Waits for the device."""
+        reading = read_items(loss)
+        if self._losses.is_equal or isinstance(reading, Unknown):
+            return None
+        kinds = [mean.kind for mean in self._losses.first.means] if self._losses.first is not None else []
+        decides = next((mean for mean in reading.means if mean.kind in kinds), next(iter(reading.means), None))
+        return float(decides.total) if decides is not None else 0.0
 
     def weigh_equally(self, why: str) -> None:
         """Gives micro-batches equal weights from now on. Call it on all ranks."""
@@ -120,6 +131,7 @@ class MicroBatchWeighing:
 
     def _meet(self, state: AccumulationState, reading: Items | Unknown) -> AccumulationState:
         """Ranks settle with their first losses what micro-batches weigh."""
+        self.may_meet = False
         if isinstance(reading, Items):
             known = [replace(m, total=float(m.total), is_even=bool(m.is_even)) for m in reading.means]
             reading = Items(tuple(known), reading.form)

@@ -87,6 +87,12 @@ def read_items(loss: Tensor, *, divided: bool = False, counts_sums: bool = False
         return Unknown(str(unreadable))
 
 
+def counts_nothing(loss: Tensor) -> bool:
+    """Whether a loss that Lightning has divided is a mean over no items. Waits for the device."""
+    reading = read_items(loss, divided=True)
+    return isinstance(reading, Items) and all(float(mean.total) == 0 for mean in reading.means)
+
+
 def _names(*names: str) -> frozenset[str]:
     return frozenset(f"{name}Backward{number}" for name in names for number in (0, 1, 2))
 
