@@ -99,7 +99,8 @@ class SplitStep:
         assert controller is not None
         self._controller = controller
         self._logs = PartLogs(trainer)
-        self._window: list[_Batch] = []  # the open one's, the last one under way
+        self._window: list[_Batch] = []  # the open one's, the last one the loader's current batch
+        self._under_way: _Batch | None = None  # that or an earlier one, done again
         self._fitted: set[Any] = set()  # shapes whose backward was over when the optimizer had its state
         self._is_overlapping = False  # a backward whose buckets other ranks get
         self.is_running = False  # a batch, or a part of one
@@ -140,7 +141,7 @@ class SplitStep:
             ran = self._attempt_until_it_fits(batch, closes)
             self._log(ran)
         finally:
-            self.is_running = False
+            self.is_running, self._under_way = False, None
             self._logs.drop()
             if self._shown.part is not None:
                 self._shown.part = None
@@ -268,7 +269,7 @@ class SplitStep:
             error.add_note(
                 "MicroBatchOnOOM: a backward that overlaps with the reduction over ranks cannot be repeated, as others"
                 " have a part of its gradients already. Batches of these shapes have fitted before: leave more memory"
-                " free, or set the size= that fits from the start."
+                " free, or set the size of the callback before the run."
             )
             raise error
         if any(_versions(batch.batch) != batch.versions for batch in self._window):
@@ -277,6 +278,7 @@ class SplitStep:
                 " new tensors."
             )
             raise error
+        assert self._under_way is not None
         samples = state.samples_of(self._under_way.batch)
         sizes_tried.append(samples if state.size is None else min(state.size, samples))
         smaller = smaller_size(sizes_tried[-1], max(state.min_size, state.least))
