@@ -1,14 +1,18 @@
 # What a stranger types: `make demo`, then `make test`. Both make .venv when it is missing.
 # Needs Python >= 3.11, git and make. Choose the Python with: make test PYTHON=python3.12
-# Another release of torch, in an environment of its own: make test TORCH=2.11.0
+# Another release of torch or of Lightning, in an environment of its own: make test TORCH=2.11.0, LIGHTNING=2.7.0
 
 PYTHON ?=
 TORCH ?=
+LIGHTNING ?=
 # it becomes the name of a folder
 ifneq ($(strip $(TORCH)),$(notdir $(firstword $(TORCH))))
 $(error TORCH="$(TORCH)" is no release of torch. Give all three numbers, for instance: make test TORCH=2.13.0)
 endif
-VENV := .venv$(if $(TORCH),-torch-$(strip $(TORCH)))
+ifneq ($(strip $(LIGHTNING)),$(notdir $(firstword $(LIGHTNING))))
+$(error LIGHTNING="$(LIGHTNING)" is no release of Lightning. Give its number, for instance: make test LIGHTNING=2.7.0)
+endif
+VENV := .venv$(if $(TORCH),-torch-$(strip $(TORCH)))$(if $(LIGHTNING),-lightning-$(strip $(LIGHTNING)))
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 # any Python with torch and lightning will do for the benchmark: make bench-gpu PYTHON_BENCH=python3
@@ -39,12 +43,13 @@ help:
 	@echo "make evidence    paired runs in every precision, into docs/results (an hour); ARGS=--quick: minutes"
 	@echo "make clean       remove .venv, caches and builds"
 	@echo "TORCH=2.11.0     with any of these: that release of torch, in .venv-torch-2.11.0 (8 GB)"
+	@echo "LIGHTNING=2.7.0  with any of these: that release of Lightning, in .venv-lightning-2.7.0"
 
 install: $(INSTALLED)
 
 # written last, so an install that was cut short is done again
 $(INSTALLED): pyproject.toml constraints.txt scripts/make_venv.sh
-	@sh scripts/make_venv.sh $(VENV) "$(PYTHON)" "$(strip $(TORCH))"
+	@sh scripts/make_venv.sh $(VENV) "$(PYTHON)" "$(strip $(TORCH))" "$(strip $(LIGHTNING))"
 	@touch $(INSTALLED)
 
 demo: $(INSTALLED)
@@ -98,5 +103,5 @@ evidence: $(INSTALLED)
 	$(RUN) scripts/evidence.py $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch-* $(VENV) build dist docs/api ./*.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-torch-* .venv-lightning-* $(VENV) build dist docs/api ./*.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

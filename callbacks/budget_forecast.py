@@ -21,7 +21,7 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.saved_state import AMOUNT, ANY_NUMBER, COUNT, POSITIVE_COUNT, checked_state, listed_of
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.planning.scaling_laws.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
+from lightning_mp.diagnostics.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
 
 _MOST_POINTS = 2_000
 _RECENT_POINTS = 200
@@ -41,7 +41,7 @@ class BudgetForecast(SettingsRepr, Callback):
 
     Needs a :class:`ChinchillaBudget` in tokens or FLOPs. At the end of every accumulation window the logged loss is
     recorded, one window late so that nothing waits for the device. Every ``every_n_steps`` the law of
-    :func:`lightning_mp.planning.scaling_laws.forecast.forecast_loss` is fitted to the run so far (0.1 to 0.2 s on a CPU
+    :func:`lightning_mp.diagnostics.forecast.forecast_loss` is fitted to the run so far (0.1 to 0.2 s on a CPU
     core), printed, and logged as ``mp/forecast_loss`` and ``mp/forecast_seconds``. The law does not model a learning
     rate that has yet to decay: such a run ends somewhat below the forecast. The points are saved in the checkpoint.
 

@@ -26,9 +26,9 @@ from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
 from lightning_mp.flops.model_shape import elements_used
+from lightning_mp.lr_schedule.scheduler_facts import schedulers_longer_than
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
-from lightning_mp.preflight_checks.scheduler_facts import schedulers_longer_than
 from lightning_mp.tokens.budget import LandingMode, TokenBudget, TrimFunction
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 

@@ -21,8 +21,8 @@ from lightning_mp.diagnostics.audit.table import audit_table, join_stages
 from lightning_mp.diagnostics.audit.watch import PrecisionWatch
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
+from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 from lightning_mp.policy.policy import PrecisionPolicy
-from lightning_mp.precision import Float8Precision
 
 _MOST_IN_LOG = 12
 
@@ -160,7 +160,7 @@ def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> Request
     """The precision that the plugin has; its policy and its fp8 layers by their public attributes."""
     plugin = trainer.precision_plugin
     policy = getattr(plugin, "policy", None)
-    layers = plugin.layers if isinstance(plugin, Float8Precision) else []
+    layers = getattr(plugin, "layers", []) if makes_true_gradients(plugin) else []  # Float8Precision has some
     return RequestedPrecision(
         str(plugin.precision),
         policy.resolve(pl_module) if isinstance(policy, PrecisionPolicy) else None,

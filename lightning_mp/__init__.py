@@ -48,8 +48,8 @@ from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, Red
 if TYPE_CHECKING:
     from lightning_mp.comparison.compare import compare_precisions
     from lightning_mp.planning.advice.recommend import recommend
-    from lightning_mp.planning.memory.estimate import estimate_memory
     from lightning_mp.preflight_checks.preflight import preflight
+    from lightning_mp.step_memory.estimate import estimate_memory
 
 __all__ = [
     "AccumulationScheduler",
@@ -97,7 +97,7 @@ __all__ = [
 
 _LOADED_WHEN_USED = {
     "compare_precisions": "lightning_mp.comparison.compare",
-    "estimate_memory": "lightning_mp.planning.memory.estimate",
+    "estimate_memory": "lightning_mp.step_memory.estimate",
     "preflight": "lightning_mp.preflight_checks.preflight",
     "recommend": "lightning_mp.planning.advice.recommend",
 }

@@ -6,15 +6,16 @@ import sys
 from collections.abc import Sequence
 
 from lightning_mp._version import __version__
+from lightning_mp.checkpoints.cli import add_consolidate_command
 from lightning_mp.cli.advise import add_advise_command
-from lightning_mp.cli.bits import add_bits_command
 from lightning_mp.cli.fit import add_fit_command
 from lightning_mp.cli.formats import add_formats_command
 from lightning_mp.cli.memory import add_memory_command
-from lightning_mp.cli.parser import OneLineParser
 from lightning_mp.cli.plan import add_plan_command
 from lightning_mp.comparison.cli import add_compare_command
+from lightning_mp.core.cli_parser import OneLineParser
 from lightning_mp.demo.cli import DEMO_MODEL, add_demo_command
+from lightning_mp.resume.cli import add_bits_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +41,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     add_compare_command(commands, DEMO_MODEL)
     add_fit_command(commands)
     add_bits_command(commands)
+    add_consolidate_command(commands)
     add_formats_command(commands)
     parsed: argparse.Namespace = parser.parse_args(arguments)
     code: int = parsed.run(parsed)

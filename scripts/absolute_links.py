@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
+RELATIVE_IMAGE = re.compile(r'\b(src|srcset)="(?!https?://)([^"\s]+)"')
 RELATIVE = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)")
 
 
@@ -18,6 +19,7 @@ def absolute(text: str, repository: str, tag: str) -> str:
         bang, label, path = found.groups()
         return f"{bang}[{label}]({repository}/{'raw' if bang else 'blob'}/{tag}/{path})"
 
+    text = RELATIVE_IMAGE.sub(rf'\1="{repository}/raw/{tag}/\2"', text)
     return RELATIVE.sub(link, text)
 
 

@@ -4,6 +4,8 @@
 
     python scripts/draw_stock_against_ours.py docs/pictures/stock_against_ours.png
 
+A second file, ``..._narrow.png``, has the middle panel alone, for screens of a telephone.
+
 Every value comes from two short runs of the same model on the same batches in fp16, on a CPU: one with
 ``MixedPrecision`` and ``accumulate_grad_batches``, one with this pack.
 """
@@ -11,7 +13,7 @@ Every value comes from two short runs of the same model on the same batches in f
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,53 +145,80 @@ def measure() -> tuple[Run, Run]:
     return runs[0], runs[1]
 
 
+# Okabe and Ito's palette, told apart with every kind of colour blindness
+_LINES = {"Lightning": ("#D55E00", "s"), "lightning_mp": ("#0072B2", "o")}
+
+
 def draw(stock: Run, ours: Run, path: Path) -> None:
-    """Three panels over the optimizer steps."""
+    """Three panels over the optimizer steps; beside it, for narrow screens, the middle one alone."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     style: dict[Any, Any] = {"axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlesize": 11}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#DDDDDD"}
-    # Okabe and Ito's palette, told apart with every kind of colour blindness
-    lines = (("Lightning", stock, "#D55E00", "s"), ("lightning_mp", ours, "#0072B2", "o"))
+    runs = {"Lightning": stock, "lightning_mp": ours}
     with mpl.rc_context(style):
         figure = Figure(figsize=(12, 3.6), layout="constrained")
         rate, error, tokens = figure.subplots(1, 3)
-        for name, run, color, marker in lines:
-            options: dict[str, Any] = {"color": color, "marker": marker, "markersize": 4, "label": name}
-            around = slice(OVERFLOW_STEP - 3, OVERFLOW_STEP + 5)
-            rate.plot(range(len(run.learning_rates))[around], run.learning_rates[around], **options)
-            used = [step for step in range(len(run.gradient_errors)) if step != OVERFLOW_STEP]
-            error.plot(used, [100 * run.gradient_errors[step] for step in used], **options)
-            tokens.plot(range(12, len(run.tokens)), run.tokens[12:], **options)
-            tokens.annotate(
-                f"{run.tokens[-1]:,}",
-                (len(run.tokens) - 1, run.tokens[-1]),
-                xytext=(-6, 4) if run is stock else (8, -14),
-                textcoords="offset points",
-                ha="right" if run is stock else "left",
-                color=color,
-            )
-        rate.axvline(OVERFLOW_STEP, color="#CC79A7", zorder=1, label="skipped step")
-        rate.set(title="A skipped step keeps its learning rate", ylabel="learning rate of the step")
-        last = -(-MICRO_BATCHES // WINDOW) - 1
-        error.annotate(
-            f"last window of the epoch:\n1 micro-batch of {WINDOW}",
-            (last, 100 * stock.gradient_errors[last]),
-            xytext=(10, 2),
-            textcoords="offset points",
-            va="top",
-        )
-        error.set(title="Accumulation is the mean over tokens", ylabel="error of the gradient, %")
-        tokens.axhline(BUDGET_TOKENS, color="#009E73", linestyle="--", label=f"budget, {BUDGET_TOKENS:,}")
-        tokens.set(title="A budget is spent to the token", ylabel="tokens trained on")
-        for panel in (rate, error, tokens):
-            panel.set_xlabel("optimizer step")
-            panel.xaxis.get_major_locator().set_params(integer=True)
-        rate.legend(frameon=False)
-        error.legend(frameon=False, loc=(0.58, 0.55))
-        tokens.legend(frameon=False, loc="lower right")
+        _draw_rates(rate, runs)
+        _draw_errors(error, runs)
+        _draw_tokens(tokens, runs)
         figure.savefig(path, dpi=110)
+        narrow = Figure(figsize=(4.6, 3.6), layout="constrained")
+        _draw_errors(narrow.subplots(), runs)
+        narrow.savefig(path.with_stem(f"{path.stem}_narrow"), dpi=170)
+
+
+def _draw_rates(panel: Any, runs: Mapping[str, Run]) -> None:
+    around = slice(OVERFLOW_STEP - 3, OVERFLOW_STEP + 5)
+    for name, run in runs.items():
+        panel.plot(range(len(run.learning_rates))[around], run.learning_rates[around], **_style(name))
+    panel.axvline(OVERFLOW_STEP, color="#CC79A7", zorder=1, label="skipped step")
+    _finish(panel, "A skipped step keeps its learning rate", "learning rate of the step")
+    panel.legend(frameon=False)
+
+
+def _draw_errors(panel: Any, runs: Mapping[str, Run]) -> None:
+    for name, run in runs.items():
+        used = [step for step in range(len(run.gradient_errors)) if step != OVERFLOW_STEP]
+        panel.plot(used, [100 * run.gradient_errors[step] for step in used], **_style(name))
+    last = -(-MICRO_BATCHES // WINDOW) - 1
+    panel.annotate(
+        f"last window of the\nepoch: 1 micro-\nbatch of {WINDOW}",
+        (last, 100 * runs["Lightning"].gradient_errors[last]),
+        xytext=(10, 2),
+        textcoords="offset points",
+        va="top",
+    )
+    _finish(panel, "Accumulation is the mean over tokens", "error of the gradient, %")
+    panel.legend(frameon=False, loc="upper left")
+
+
+def _draw_tokens(panel: Any, runs: Mapping[str, Run]) -> None:
+    for name, run in runs.items():
+        panel.plot(range(12, len(run.tokens)), run.tokens[12:], **_style(name))
+        panel.annotate(
+            f"{run.tokens[-1]:,}",
+            (len(run.tokens) - 1, run.tokens[-1]),
+            xytext=(-8, 2) if name == "Lightning" else (-4, -16),
+            textcoords="offset points",
+            ha="right" if name == "Lightning" else "left",
+            color=_LINES[name][0],
+        )
+    panel.axhline(BUDGET_TOKENS, color="#009E73", linestyle="--", label=f"budget, {BUDGET_TOKENS:,}")
+    panel.margins(y=0.1)
+    _finish(panel, "A budget is spent to the token", "tokens trained on")
+    panel.legend(frameon=False, loc="lower right")
+
+
+def _style(name: str) -> dict[str, Any]:
+    color, marker = _LINES[name]
+    return {"color": color, "marker": marker, "markersize": 4, "label": name}
+
+
+def _finish(panel: Any, title: str, ylabel: str) -> None:
+    panel.set(title=title, xlabel="optimizer step", ylabel=ylabel)
+    panel.xaxis.get_major_locator().set_params(integer=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 #!/bin/sh
-# Usage: make_venv.sh VENV [PYTHON [TORCH]]
+# Usage: make_venv.sh VENV [PYTHON [TORCH [LIGHTNING]]]
 #
 # Make the virtual environment VENV with PYTHON, or with the first Python >= 3.11 found, and
 # install the checkout in it with what constraints.txt pins. Run from the root of the checkout.
 # TORCH names another release of torch: the build that the package index has for everybody, so
-# 2.13.0 does not mean 2.13.0+cpu. An environment that could not be finished is removed.
+# 2.13.0 does not mean 2.13.0+cpu. LIGHTNING names another release of Lightning, for instance 2.7.0 or
+# 2.7.0.dev0. An environment that could not be finished is removed.
 set -eu
 
 venv=$1
 wanted=${2:-}
 torch=${3:-}
+lightning=${4:-}
 # a CUDA build with all that it brings takes 5 to 6.5 GB, and its archives lie beside it for a while
 needed_kib=$((8 * 1024 * 1024))
 made=""
@@ -80,6 +82,11 @@ newest() { echo "$1" | tr -d ' ' | tr , '\n' | tail -n 8 | tr '\n' ' ' | sed 's/
 
 free_kib() { df -Pk "$(dirname "$venv")" | awk 'NR == 2 { print $4 }'; }
 
+unpin() {
+    grep -vE "^($1)==" "$pins" >"$pins.new"
+    mv "$pins.new" "$pins"
+}
+
 gb() { awk -v kib="$1" 'BEGIN { printf "%.1f", kib * 1024 / 1e9 }'; }
 
 if [ -n "$torch" ]; then
@@ -100,13 +107,17 @@ if ! is_recent "$venv/bin/python" || ! "$venv/bin/python" -m pip --version </dev
 fi
 
 echo "installing into $venv; the first time takes a minute or more"
-pins=constraints.txt
+pins=$venv/constraints.txt
 setuptools=setuptools
+cp constraints.txt "$pins"
 if [ -n "$torch" ]; then
     # each release of torch has its own idea of setuptools, and ours is how pyproject.toml is read
-    pins=$venv/constraints.txt
     setuptools='setuptools>=77'
-    grep -vE '^(torch|setuptools)==' constraints.txt >"$pins"
+    unpin 'torch|setuptools'
+fi
+if [ -n "$lightning" ]; then
+    unpin 'lightning|pytorch-lightning|lightning-utilities'
+    echo "lightning===$lightning" >>"$pins"
 fi
 # torch first: it is the one large download, and nothing that follows may choose another
 install "$setuptools" wheel "torch${torch:+===$torch}"

@@ -13,10 +13,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp.distributed.materialize import materialise, not_initialisable
+from lightning_mp.flops.throughput import bubble_fraction
 from lightning_mp.modules.stage_placeholder import StageSplit
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.partition import first_layers, named_split_points, split_model
-from lightning_mp.planning.parallelism.parallel_plan import bubble_fraction
 from lightning_mp.strategies.refused import (
     refuse_copies_of_the_model,
     refuse_scaler_of_torch,

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.cli.text import (
+from lightning_mp.core.cli_text import (
     print_facts,
     print_json,
     print_paragraph,

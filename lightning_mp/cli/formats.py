@@ -4,7 +4,7 @@ import argparse
 import math
 from typing import Any
 
-from lightning_mp.cli.text import print_json, print_table
+from lightning_mp.core.cli_text import print_json, print_table
 from lightning_mp.core.number_formats import FORMATS, NumberFormat
 
 _DESCRIPTION = """\

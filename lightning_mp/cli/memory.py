@@ -4,16 +4,22 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_mp.cli.imported_function import import_function
 from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of, precision_name
-from lightning_mp.cli.text import print_json, print_paragraph, print_table, print_warnings, run_with_one_line_errors
+from lightning_mp.core.cli_text import (
+    print_json,
+    print_paragraph,
+    print_table,
+    print_warnings,
+    run_with_one_line_errors,
+)
+from lightning_mp.core.imported_function import import_function
 from lightning_mp.core.pictures import check_picture
 from lightning_mp.core.precisions import PRECISIONS
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory
-from lightning_mp.planning.memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.step_memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
 
 _DESCRIPTION = """\
 Show what one training step keeps in memory, by part. With --module, a step of your own module is traced on fake

@@ -15,7 +15,7 @@ from lightning_mp.cli.model_shape import (
     refuse_other_units,
 )
 from lightning_mp.cli.plan_text import Answer, as_json, print_answer
-from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors
+from lightning_mp.core.cli_text import print_json, print_warnings, run_with_one_line_errors
 from lightning_mp.core.number_formats import number_format
 from lightning_mp.core.precisions import PRECISIONS, find_precision
 from lightning_mp.core.quantities import parse_quantity

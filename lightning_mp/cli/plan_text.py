@@ -4,14 +4,14 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_mp.cli.text import print_facts, print_paragraph, print_table
+from lightning_mp.core.cli_text import print_facts, print_paragraph, print_table
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import MemoryLayout
-from lightning_mp.planning.memory.live_storages import PARTS
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, InferenceAware, PlannedRun
 from lightning_mp.planning.training_run import RunTime, TrainingRun
+from lightning_mp.step_memory.live_storages import PARTS
 
 _NAMES_WIDTH = 40
 _COLUMNS = ("layout", "GPU needs", "verdict", "sequences", "step")

@@ -9,12 +9,12 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.cli.imported_function import import_function
-from lightning_mp.cli.parser import OneLineParser
-from lightning_mp.cli.text import print_json, print_warnings, run_with_one_line_errors, terminal_columns
 from lightning_mp.comparison.compare import compare_precisions
 from lightning_mp.comparison.precisions import PRECISION_NAMES
 from lightning_mp.comparison.result import PrecisionComparison
+from lightning_mp.core.cli_parser import OneLineParser
+from lightning_mp.core.cli_text import print_json, print_warnings, run_with_one_line_errors, terminal_columns
+from lightning_mp.core.imported_function import import_function
 from lightning_mp.core.pictures import check_picture
 
 _DESCRIPTION = """\

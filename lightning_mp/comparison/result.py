@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_mp.cli.text import table_lines
 from lightning_mp.comparison.paired_difference import PairedDifference
 from lightning_mp.comparison.paired_runs import FinishedRun, PairedQuality
 from lightning_mp.comparison.step_cost import StepCost
+from lightning_mp.core.cli_text import table_lines
 from lightning_mp.core.pictures import BLUE, GREEN, GREY, ORANGE, check_picture_ending
 from lightning_mp.core.quantities import format_bytes, format_quantity
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_mp.comparison.trial import Experiment, TrainingData, run_trial
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.planning.memory.live_storages import LiveStorages
+from lightning_mp.step_memory.live_storages import LiveStorages
 
 _STEPS_TO_A_FINITE_GRADIENT = 40  # a loss scale of 2**24 comes down to 2**-15 in this many skips
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

@@ -13,9 +13,9 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.cli.parser import OneLineParser
-from lightning_mp.cli.text import name_options, print_json
 from lightning_mp.comparison.cli import DefaultModel
+from lightning_mp.core.cli_parser import OneLineParser
+from lightning_mp.core.cli_text import name_options, print_json
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.demo import prepare, run
 from lightning_mp.demo.prepare import use_few_threads

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.cli.text import listed_facts
+from lightning_mp.core.cli_text import listed_facts
 from lightning_mp.core.messages import listed
 from lightning_mp.core.quantities import format_share
 from lightning_mp.demo.settings import SCALED_PRECISIONS

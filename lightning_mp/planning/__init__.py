@@ -5,20 +5,19 @@ The questions :func:`lightning_mp.recommend` and :func:`lightning_mp.estimate_me
 
 from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
 from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
+from lightning_mp.flops.device_traits import DeviceTraits
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
-from lightning_mp.planning.advice.device_traits import DeviceTraits
+from lightning_mp.flops.throughput import bubble_fraction
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
 from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts
 from lightning_mp.planning.memory.decoder_config import DecoderConfig, LatentAttention
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
-from lightning_mp.planning.memory.estimate import MemoryEstimate
 from lightning_mp.planning.parallelism.communication import communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.planning.parallelism.parallel_plan import (
     Machine,
     ParallelPlan,
-    bubble_fraction,
     find_machine,
     known_machines,
     plan_parallelism,
@@ -44,6 +43,7 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
     TrainedRange,
 )
 from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, training_run
+from lightning_mp.step_memory.estimate import MemoryEstimate
 
 __all__ = [
     "CONVENTIONS",

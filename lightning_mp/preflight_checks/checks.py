@@ -7,7 +7,8 @@ from typing import get_args
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.quantities import format_bytes
-from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundRun, FoundScheduler, FoundWeight
+from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler
+from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundRun, FoundWeight
 from lightning_mp.preflight_checks.report import PreflightFinding, Severity
 
 _error, _warning, _advice = (partial(PreflightFinding, severity) for severity in get_args(Severity))

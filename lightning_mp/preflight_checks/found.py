@@ -1,12 +1,11 @@
 """What a preflight has found in a Trainer, a module and its data: plain values, which the checks read."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from lightning_mp.core.precisions import format_of
-from lightning_mp.planning.advice.device_traits import DeviceTraits
+from lightning_mp.flops.device_traits import DeviceTraits
+from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler
 
-AfterItsEnd = Literal["raises", "rises", "zero", "stays"]
 """What a scheduler does when it is stepped more often than it was planned for."""
 
 
@@ -51,18 +50,6 @@ class FoundLayer:
     sizes: tuple[tuple[str, int], ...] = ()  # names and sizes of the dimensions that were chosen with the model
     learns_statistics: bool = False  # it is in training mode, and updates running statistics
     is_frozen: bool = False  # it has weights, and none of them is trainable
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundScheduler:
-    """A learning-rate scheduler that was planned for a number of calls."""
-
-    name: str  # its class
-    setting: str  # the argument that was read
-    planned: int | float  # how many calls it was planned for; `math.inf` where the length of the run was not known
-    interval: str  # what Lightning calls it after: "step" or "epoch"
-    frequency: int = 1  # after every how many of these
-    after_its_end: AfterItsEnd = "stays"  # what it does when it is called more often
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

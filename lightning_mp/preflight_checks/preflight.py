@@ -17,8 +17,6 @@ from lightning_mp.core import private_loop_api, private_sharding_api
 from lightning_mp.core.messages import ABOUT_DTYPES
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.random_state import random_state_kept
-from lightning_mp.planning.memory.estimate import reserved_range, under_ddp, under_fsdp2
-from lightning_mp.planning.memory.live_storages import MemorySample
 from lightning_mp.preflight_checks.checks import check_everything
 from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
 from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundMemory, FoundRun, FoundStep
@@ -38,6 +36,8 @@ from lightning_mp.preflight_checks.trainer_facts import (
     weights_of,
 )
 from lightning_mp.preflight_checks.watched_step import StandInTrainer, WatchedStep
+from lightning_mp.step_memory.estimate import reserved_range, under_ddp, under_fsdp2
+from lightning_mp.step_memory.live_storages import MemorySample
 
 
 class TrainerInspection:

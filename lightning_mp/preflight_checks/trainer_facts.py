@@ -17,9 +17,9 @@ from lightning_mp.core import private_loop_api
 from lightning_mp.core.precisions import PRECISIONS, PrecisionSpec, find_precision
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.distributed.process_groups import num_data_ranks
+from lightning_mp.flops.device_traits import DeviceTraits, find_device, named_device
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import BATCH_NORMS
-from lightning_mp.planning.advice.device_traits import DeviceTraits, find_device, named_device
 from lightning_mp.preflight_checks.data_facts import FoundData
 from lightning_mp.preflight_checks.found import (
     FoundBudget,

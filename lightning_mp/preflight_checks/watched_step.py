@@ -21,13 +21,13 @@ from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.core.random_state import random_state_kept
+from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler, read_schedulers, schedulers_in
 from lightning_mp.modules.names import parameter_names
-from lightning_mp.planning.memory.live_storages import MemorySample
-from lightning_mp.planning.memory.simulated_step import simulate_step
-from lightning_mp.planning.memory.stand_in_optimizer import optimizers_in
 from lightning_mp.policy.policy import PrecisionPolicy
-from lightning_mp.preflight_checks.found import FoundScheduler, FoundStep
-from lightning_mp.preflight_checks.scheduler_facts import read_schedulers, schedulers_in
+from lightning_mp.preflight_checks.found import FoundStep
+from lightning_mp.step_memory.live_storages import MemorySample
+from lightning_mp.step_memory.simulated_step import simulate_step
+from lightning_mp.step_memory.stand_in_optimizer import optimizers_in
 
 
 class StandInTrainer:

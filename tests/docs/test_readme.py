@@ -87,7 +87,7 @@ def test_the_readme_is_short() -> None:
 
 def test_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
+        for target in re.findall(r"(?:\]\(|srcset=\"|src=\")(?!https?://|#)([^)#\"]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 

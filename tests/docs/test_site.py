@@ -8,14 +8,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gloo import run_ranks
 
 from lightning_mp.__main__ import main
 
 DOCS = Path(__file__).parents[2] / "docs"
 # the model of the tutorial can be validated, too
-pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
+    # Lightning, of averages beside a module that can shard itself
+    pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides"),
+]
 FOR_CONTRIBUTORS = ("architecture", "contributing")
-HOW_TO = ("accumulation.md", "overflow.md", "budget.md", "mfu.md", "out_of_memory.md", "planning.md", "compare.md")
+HOW_TO = (
+    "accumulation.md",
+    "averages.md",
+    "overflow.md",
+    "budget.md",
+    "mfu.md",
+    "out_of_memory.md",
+    "planning.md",
+    "compare.md",
+    "export.md",
+)
+QUICK = ("budget.md", "planning.md")
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -48,16 +65,39 @@ def test_the_tutorial_prints_what_it_shows() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    ["budget.md", "planning.md", *(pytest.param(page, marks=pytest.mark.full) for page in HOW_TO if page[0] in "aomc")],
+    [page if page in QUICK else pytest.param(page, marks=pytest.mark.full) for page in HOW_TO],
 )
-def test_the_code_of_a_how_to_page_runs(page: str) -> None:
+def test_the_code_of_a_how_to_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     space, printed = run(page, model_and_data() if page not in ("planning.md", "compare.md") else None)
     if page == "compare.md":
         assert space["found"].runs
     if "trainer" in space:
-        assert space["trainer"].global_step == (12 if page == "budget.md" else 10)
+        assert space["trainer"].global_step == {"budget.md": 12, "export.md": 2}.get(page, 10)
     if page == "budget.md":
         assert printed.rstrip().endswith("6000")
+
+
+@pytest.mark.full
+def test_the_run_of_the_fsdp2_page_is_resumed_and_consolidated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def steps(rank: int) -> tuple[int, int]:
+        run("fsdp2.md", given := model_and_data())
+        (tmp_path / "checkpoints" / "epoch=0-step=10.ckpt").rename(tmp_path / "last.ckpt") if rank == 0 else None
+        torch.distributed.barrier()
+        space, _ = run("fsdp2.md", given)
+        return space["trainer"].global_step, space["trainer"].fit_loop.epoch_loop.batch_progress.current.processed
+
+    assert run_ranks(steps, 2) == [(10, 10)] * 2
+    [line] = blocks("fsdp2.md", "bash")
+    command, *arguments = shlex.split(line.replace("checkpoints/", ""))
+    assert command == "lightning-mp"
+    assert not main(arguments)
+    whole = torch.load("whole.ckpt", weights_only=False)
+    assert {name: value.shape for name, value in whole["state_dict"].items()} == {
+        name: value.shape for name, value in model_and_data()["model"].state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("line", blocks("planning.md", "bash")[0].splitlines())

@@ -5,6 +5,7 @@ import importlib
 import re
 import tomllib
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -159,3 +160,10 @@ def test_no_test_file_takes_from_another():
     named = {file: text for file, text in texts.items() if tests.intersection(re.findall(r"\w+", text))}
     taken = {f"{name_of(file)} imports {name}" for file, text in named.items() for name in imported_modules(text)}
     assert {line for line in taken if line.split()[-1] in tests} == set()
+
+
+def test_every_package_has_a_folder_of_tests():
+    """`make mutants` runs the tests of the package that it changes."""
+    mutants = run_path(str(ROOT / "scripts" / "mutants.py"))
+    packages = {folder.name for folder in (ROOT / "lightning_mp").iterdir() if (folder / "__init__.py").exists()}
+    assert set(mutants["packages"]()) == packages

@@ -97,6 +97,19 @@ def test_another_torch_is_asked_for_to_the_letter_and_the_rest_stays_pinned(chec
     assert set(pins) - set(given) == {"torch===2.11.0"}
 
 
+def test_another_lightning_is_pinned_in_place_of_ours(checkout):
+    done = subprocess.run([*command(checkout, ""), "2.7.0"], cwd=checkout, env=environment(checkout), check=False)
+    assert done.returncode == 0
+    pins = (checkout / ".venv" / "constraints.txt").read_text().splitlines()
+    given = (ROOT / "constraints.txt").read_text().splitlines()
+    assert {line.partition("==")[0] for line in set(given) - set(pins)} == {
+        "lightning",
+        "lightning-utilities",
+        "pytorch-lightning",
+    }
+    assert set(pins) - set(given) == {"lightning===2.7.0"}
+
+
 @pytest.mark.parametrize(
     ("torch", "error", "line"),
     [
@@ -165,20 +178,33 @@ def test_who_is_interrupted_leaves_nothing(checkout):
     assert not list(checkout.glob(".venv*"))
 
 
-@pytest.mark.parametrize("torch", ["../2.13.0", "2.13.0 2.11.0"])
-def test_make_takes_no_other_folder(torch, checkout):
-    done = subprocess.run(["make", "demo", f"TORCH={torch}"], cwd=checkout, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("TORCH=../2.13.0", 'TORCH="../2.13.0" is no release of torch. Give all three numbers'),
+        ("TORCH=2.13.0 2.11.0", 'TORCH="2.13.0 2.11.0" is no release of torch. Give all three numbers'),
+        ("LIGHTNING=../2.7.0", 'LIGHTNING="../2.7.0" is no release of Lightning. Give its number'),
+    ],
+)
+def test_make_takes_no_other_folder(given, said, checkout):
+    done = subprocess.run(["make", "demo", given], cwd=checkout, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert f'TORCH="{torch}" is no release of torch. Give all three numbers' in done.stderr
+    assert said in done.stderr
 
 
-def test_make_keeps_an_environment_for_each_torch_and_removes_them_all(checkout):
-    plan = subprocess.run(
-        ["make", "-n", "test", "TORCH=2.11.0"], cwd=checkout, capture_output=True, text=True, check=True
-    )
-    assert 'make_venv.sh .venv-torch-2.11.0 "" "2.11.0"' in plan.stdout
-    assert ".venv-torch-2.11.0/bin/python -m pytest" in plan.stdout
-    for name in (".venv", ".venv-torch-2.11.0", ".venv-torch-2.15.0"):
+@pytest.mark.parametrize(
+    ("given", "folder", "last"),
+    [
+        (["TORCH=2.11.0"], ".venv-torch-2.11.0", '"2.11.0" ""'),
+        (["LIGHTNING=2.7.0"], ".venv-lightning-2.7.0", '"" "2.7.0"'),
+        (["TORCH=2.11.0", "LIGHTNING=2.7.0"], ".venv-torch-2.11.0-lightning-2.7.0", '"2.11.0" "2.7.0"'),
+    ],
+)
+def test_make_keeps_an_environment_for_each_release_and_removes_them_all(given, folder, last, checkout):
+    plan = subprocess.run(["make", "-n", "test", *given], cwd=checkout, capture_output=True, text=True, check=True)
+    assert f'make_venv.sh {folder} "" {last}' in plan.stdout
+    assert f"{folder}/bin/python -m pytest" in plan.stdout
+    for name in (".venv", ".venv-torch-2.11.0", ".venv-torch-2.15.0", ".venv-lightning-2.7.0"):
         (checkout / name).mkdir()
     subprocess.run(["make", "clean"], cwd=checkout, capture_output=True, check=True)
     assert not list(checkout.glob(".venv*"))

@@ -3,8 +3,10 @@
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -14,16 +16,9 @@ LAYERS = [
     {"_version", "core"},
     {"checkpoints", "modules"},
     {"flops", "gradients", "optimizers", "policy", "resume"},
-    {
-        "activation_checkpointing",
-        "distributed",
-        "metrics",
-        "optimizer_step",
-        "planning",
-        "tokens",
-    },
-    {"accumulation", "cli", "diagnostics", "lr_schedule", "tensor_parallel"},
-    {"pipelining", "precision", "preflight_checks"},
+    {"activation_checkpointing", "distributed", "metrics", "optimizer_step", "step_memory", "tokens"},
+    {"accumulation", "diagnostics", "lr_schedule", "planning", "tensor_parallel"},
+    {"cli", "pipelining", "precision", "preflight_checks"},
     {"callbacks", "comparison", "language_model", "strategies"},
     {"demo", "__main__"},
 ]
@@ -33,6 +28,15 @@ BESIDES = {("__main__", "demo")}
 OTHERS = {"lightning", "pytorch_lightning", "torch", "torchmetrics"}
 PRIVATE = {f"lightning_mp.core.{name}" for name in ("private_api", "private_loop_api", "private_sharding_api")}
 FRONT_DOOR = ("demo", "__main__")
+# What each wing of the page may import from, beside itself.
+MAY_IMPORT = {
+    "Ground": set(),
+    "Training": {"Ground"},
+    "Monitors": {"Ground", "Training"},
+    "Planning": {"Ground", "Monitors"},
+    "Pipeline": {"Ground", "Training"},
+    "Examples": {"Ground", "Training", "Monitors", "Planning", "Pipeline"},
+}
 
 
 def modules() -> dict[str, Path]:
@@ -146,6 +150,54 @@ def test_no_module_below_the_demo_imports_the_front_door():
     assert without_empty({module: imports_through_the_front_door(module) for module in below}) == {}
 
 
+def wings_of_packages() -> dict[str, str]:
+    """The wing of each package, by the headings of the page."""
+    packages = PAGE.split("## Packages and layers")[1].split("\n## ")[0]
+    sections = re.split(r"^### (\w+)$", packages, flags=re.MULTILINE)[1:]
+    return {
+        package: wing
+        for wing, text in zip(sections[::2], sections[1::2], strict=True)
+        for _, package in ROW_OF_A_PACKAGE.findall(text)
+    }
+
+
+WING_OF = wings_of_packages()
+CALLBACKS_OF_MONITORS = set(re.findall(r"`(\w+)\.py`", PAGE.split("the files of monitors (")[1].split(")")[0]))
+STRATEGIES_OF_PIPELINE = {"pipeline", "pipeline_setup"}
+
+
+def wing_of(module: str) -> str:
+    """The wing of a module; none for the front doors of callbacks and strategies, which name all of theirs."""
+    package, _, name = module.removeprefix("lightning_mp.").partition(".")
+    if package in ("callbacks", "strategies"):
+        if not name:
+            return ""
+        monitors, pipeline = package == "callbacks" and name in CALLBACKS_OF_MONITORS, name in STRATEGIES_OF_PIPELINE
+        return "Monitors" if monitors else "Pipeline" if pipeline else "Training"
+    return WING_OF.get(package, "")
+
+
+def modules_imported_by(module: str) -> set[str]:
+    names = {name if name in MODULES else name.rsplit(".", 1)[0] for name in imports_of(module)}
+    return names & MODULES.keys()
+
+
+def test_every_package_is_in_one_wing():
+    assert WING_OF.keys() == LAYER_OF.keys() - {"_version", "__main__"}
+    assert set(WING_OF.values()) == MAY_IMPORT.keys()
+    assert {f"lightning_mp.callbacks.{name}" for name in CALLBACKS_OF_MONITORS} <= MODULES.keys()
+
+
+def imports_that_cross_the_wings(module: str) -> set[str]:
+    wing = wing_of(module)
+    allowed = MAY_IMPORT.get(wing, set()) | {wing, ""}
+    return {name for name in modules_imported_by(module) if wing and wing_of(name) not in allowed}
+
+
+def test_a_wing_imports_only_those_that_it_may():
+    assert without_empty({module: imports_that_cross_the_wings(module) for module in MODULES}) == {}
+
+
 def test_planning_and_flops_need_no_trainer():
     counted = [module for module in MODULES if package_of(module) in ("flops", "planning")]
     found = {
@@ -162,3 +214,53 @@ def private_names_of_others(module: str) -> set[str]:
 def test_only_three_files_touch_private_names_of_lightning_and_torch():
     found = {module: private_names_of_others(module) for module in MODULES if module not in PRIVATE}
     assert without_empty(found) == {}
+
+
+# -- what one reads to own a part: its file, those that it imports at module level, and theirs -------------------------
+
+MEAN_LINES, MONITOR_LINES = 5_000, 9_500
+PARTS = {
+    name: module
+    for module in MODULES
+    if module.startswith(("lightning_mp.callbacks.", "lightning_mp.strategies."))
+    and not (name := module.rsplit(".", 1)[1]).startswith("_")
+}
+
+
+@functools.cache
+def lines_of(module: str) -> int:
+    return len(MODULES[module].read_text().splitlines())
+
+
+@functools.cache
+def imported_at_once(module: str) -> frozenset[str]:
+    """The modules of the package that an import of this one brings along; the front doors of packages count nothing."""
+    found = set()
+    for node in ast.parse(MODULES[module].read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & MODULES.keys()
+            found |= inner or {node.module}
+    return frozenset(found)
+
+
+def lines_to_own(modules: Iterable[str]) -> int:
+    seen: set[str] = set()
+    todo = list(modules)
+    while todo:
+        module = todo.pop()
+        if module not in seen:
+            seen.add(module)
+            todo += imported_at_once(module)
+    return sum(map(lines_of, seen))
+
+
+def test_a_part_can_be_owned_without_the_rest():
+    sizes = {name: lines_to_own([module]) for name, module in PARTS.items()}
+    assert len(sizes) > 15
+    assert sizes["rank_watchdog"] < 800
+    assert sum(sizes.values()) / len(sizes) < MEAN_LINES, sizes
+
+
+@pytest.mark.parametrize("name", sorted(CALLBACKS_OF_MONITORS - {"_gradient_exponents"}))
+def test_a_monitor_can_be_owned_without_training(name):
+    assert lines_to_own([f"lightning_mp.callbacks.{name}"]) < MONITOR_LINES

@@ -35,7 +35,7 @@ GUARDED_ELSEWHERE = {
     # accumulation/test_carry_over_epochs.py, resume/test_resumable_progress.py
     *("_batches_that_stepped", "_combined_loader", "_combined_loader_states_to_load", "_data_fetcher"),
     "_skip_next_val",
-    # flops/test_whole_parameters.py
+    # modules/test_whole_parameters.py
     *("_handle", "_params", "_shapes", "_param_infos", "_shared_param_infos"),
     # policy/test_policy_sharding.py, strategies/test_fsdp2_strategy.py, test_fsdp2_resting_layers.py,
     # gradients/test_agreed_units.py
@@ -497,5 +497,5 @@ def test_a_module_that_clips_with_its_own_numbers_reaches_the_plugin_through_the
 
 
 def test_lightning_is_the_version_that_these_guards_were_written_for():
-    """Its minor version; with another one read this file and the changes of Lightning side by side."""
-    assert pl.__version__.split(".")[:2] == ["2", "6"]
+    """Its minor versions; with another one read this file and the changes of Lightning side by side."""
+    assert pl.__version__.split(".")[:2] in (["2", "6"], ["2", "7"])

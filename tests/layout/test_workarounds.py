@@ -106,7 +106,7 @@ def unscaling_in_bf16_on_cuda() -> None:
 
 
 def grouped_products_of_fake_tensors_in_fp32() -> None:
-    """planning/memory/simulated_step.py makes them itself."""
+    """step_memory/simulated_step.py makes them itself."""
     with FakeTensorMode():
         nn.functional.grouped_mm(torch.ones(4, 8), torch.ones(2, 8, 8), offs=torch.tensor([2, 4], dtype=torch.int32))
 

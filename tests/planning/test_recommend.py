@@ -11,9 +11,9 @@ import yaml
 
 import lightning_mp
 from lightning_mp import recommend
+from lightning_mp.flops.device_traits import find_device, named_device
 from lightning_mp.flops.hardware import known_chips
 from lightning_mp.planning import DecoderConfig, decoder_memory
-from lightning_mp.planning.advice.device_traits import find_device, named_device
 from lightning_mp.planning.advice.recommendation import Component
 
 LLAMA_8B = DecoderConfig(layers=32, width=4096, vocabulary=128256, heads=32, kv_heads=8, ffn_width=14336)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.planning.advice.device_traits import named_device
+from lightning_mp.flops.device_traits import named_device
+from lightning_mp.lr_schedule.scheduler_facts import AfterItsEnd, FoundScheduler
 from lightning_mp.preflight_checks.checks import check_everything
 from lightning_mp.preflight_checks.found import (
-    AfterItsEnd,
     Found,
     FoundBudget,
     FoundCheckpoint,
@@ -17,7 +17,6 @@ from lightning_mp.preflight_checks.found import (
     FoundMemory,
     FoundPrecision,
     FoundRun,
-    FoundScheduler,
     FoundStep,
     FoundWeight,
 )

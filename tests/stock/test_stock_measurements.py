@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, ThroughputMonitor
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
-from small_models import TokenModel, fit, token_batches
+from small_models import LIGHTNING_27, TokenModel, fit, token_batches
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.flop_counter import FlopCounterMode
@@ -48,6 +48,8 @@ def test_peaks_are_unknown_or_wrong(
     """D39: in bf16."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
     found = get_available_flops(torch.device("cuda", 0), torch.bfloat16)
+    if LIGHTNING_27 and device in {"NVIDIA H100 NVL", "NVIDIA A40"}:  # corrected there
+        stock_tflops = dense_tflops
     assert (found and found / 1e12) == (stock_tflops and pytest.approx(stock_tflops, rel=1e-2))
     assert peak_flops(device, "bf16") / 1e12 == pytest.approx(dense_tflops, rel=1e-2)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.planning.memory.live_storages import LiveStorages
+from lightning_mp.step_memory.live_storages import LiveStorages
 
 WIDTH, TOKENS, VOCABULARY = 64, 32, 96
 

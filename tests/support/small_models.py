@@ -1,14 +1,27 @@
 """Small modules, data and Trainers that many tests share."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 WIDTH = 8
+# 2.7 caches casts inside of a step (PR 21616), allows clipping with a fused optimizer in bf16, and knows more devices
+LIGHTNING_27 = tuple(map(int, pl.__version__.split(".")[:2])) >= (2, 7)
+
+
+class UncachedAutocast(MixedPrecision):
+    """Lightning's plugin under plain ``torch.autocast`` without its cache, as a reference on every release."""
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with torch.autocast(self.device, torch.bfloat16, cache_enabled=False):
+            yield
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_mp.core.quantities import format_quantity
-from lightning_mp.planning.advice.device_traits import DeviceTraits
+from lightning_mp.flops.device_traits import DeviceTraits
 from lightning_mp.planning.advice.recommendation import Choice, Component
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 

@@ -1,7 +1,7 @@
 """Memory per GPU of a decoder given by its shape, by part, for layouts of any number of GPUs.
 
 These are formulas, for use before there is a module; with a module,
-:func:`~lightning_mp.planning.memory.estimate.estimate_memory` measures. Layouts are those of
+:func:`~lightning_mp.step_memory.estimate.estimate_memory` measures. Layouts are those of
 :class:`~lightning_mp.planning.parallelism.parallel_layout.ParallelLayout`, with or without recomputed blocks.
 """
 
@@ -20,9 +20,9 @@ from lightning_mp.core.arguments import (
 )
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.estimate import reserved_range
-from lightning_mp.planning.memory.live_storages import PARTS, Part
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.step_memory.estimate import reserved_range
+from lightning_mp.step_memory.live_storages import PARTS, Part
 
 _ADAM_STATES = 2
 _LOSS_BYTES = 8  # fp32 logits, and their gradient
@@ -57,7 +57,7 @@ class MemoryLayout:
 class DecoderMemory:
     """Bytes of the fullest GPU, at the end of a forward."""
 
-    bytes_by_part: Mapping[Part, int]  #: as in :data:`~lightning_mp.planning.memory.live_storages.PARTS`.
+    bytes_by_part: Mapping[Part, int]  #: as in :data:`~lightning_mp.step_memory.live_storages.PARTS`.
 
     @property
     def total_bytes(self) -> int:

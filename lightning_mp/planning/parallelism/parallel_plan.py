@@ -34,6 +34,7 @@ from lightning_mp.core.arguments import positive_number, whole_number, whole_qua
 from lightning_mp.core.precisions import find_precision
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import peak_flops
+from lightning_mp.flops.throughput import bubble_fraction
 from lightning_mp.planning.parallelism.communication import TensorReduceDtype, Transfer, communication_per_step
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
@@ -101,36 +102,6 @@ def _machine(row: dict[str, str]) -> Machine:
     between = int(row["adapters_per_node"]) * float(row["adapter_gigabits_per_second"]) * 1e9 / 8 / gpus
     inside = float(row["inside_gigabytes_per_second"]) * 1e9 / 2
     return Machine(row["machine"], row["chip"], gpus, inside, between, row["source"], row["checked"])
-
-
-def bubble_fraction(stages: int, micro_batches: int) -> float:
-    """Share of a step's time in which a stage is idle, under GPipe and 1F1B.
-
-    With f and b the time of one forward and one backward of one micro-batch in one stage, both take (m + s - 1)(f + b),
-    of which a stage works m (f + b). The pipeline drains at the end of every batch: what counts is the micro-batches of
-    one call of the schedule. Megatron-LM divides by the time without a bubble instead: (s - 1) / m.
-
-    Args:
-        stages: s stages of equal work.
-        micro_batches: m, into which the schedule splits one batch. Torch's ``Schedule1F1B`` needs at least s.
-
-    Returns:
-        (s - 1) / (m + s - 1), from 0 to below 1; ignores the time for communication and the optimizer step.
-
-    Raises:
-        ValueError: an argument is not a positive integer.
-
-    Source: Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
-
-    Example:
-        With 4 micro-batches per stage, a fifth at most:
-
-        >>> bubble_fraction(2, 8), bubble_fraction(4, 13), round(bubble_fraction(64, 256), 3)
-        (0.1111111111111111, 0.1875, 0.197)
-    """
-    for name, value in (("stages", stages), ("micro_batches", micro_batches)):
-        whole_number(value, name)
-    return (stages - 1) / (micro_batches + stages - 1)
 
 
 _PIPELINE_STAGES = 8

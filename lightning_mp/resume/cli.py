@@ -11,7 +11,7 @@ import torch
 
 from lightning_mp.checkpoints.atomic import is_complete
 from lightning_mp.checkpoints.consolidate import read_folder
-from lightning_mp.cli.text import print_json
+from lightning_mp.core.cli_text import print_json
 from lightning_mp.resume.differences import Difference, compare_checkpoints, kinds_in
 from lightning_mp.resume.records import first_parting, read_records
 

@@ -20,12 +20,12 @@ from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
-from lightning_mp.planning.memory.live_storages import PARTS, LiveStorages, MemorySample, Part
-from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.float8_layers import choose_float8_layers
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.step_memory.live_storages import PARTS, LiveStorages, MemorySample, Part
+from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 

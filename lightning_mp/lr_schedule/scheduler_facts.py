@@ -3,15 +3,16 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from torch.optim import lr_scheduler
 
 from lightning_mp.core import private_api
-from lightning_mp.preflight_checks.found import AfterItsEnd, FoundScheduler
 
+AfterItsEnd = Literal["raises", "rises", "zero", "stays"]
 # Attribute with the number of calls, and what torch's code does after it (torch/optim/lr_scheduler.py).
 _PLANNED: tuple[tuple[type, str, AfterItsEnd], ...] = (
     (lr_scheduler.OneCycleLR, "total_steps", "raises"),
@@ -22,6 +23,18 @@ _PLANNED: tuple[tuple[type, str, AfterItsEnd], ...] = (
 )
 # Hugging Face's get_*_schedule_with_warmup make a LambdaLR of a partial with this keyword.
 _HUGGING_FACE_KEYWORD = "num_training_steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundScheduler:
+    """A learning-rate scheduler that was planned for a number of calls."""
+
+    name: str  # its class
+    setting: str  # the argument that was read
+    planned: int | float  # how many calls it was planned for; `math.inf` where the length of the run was not known
+    interval: str  # what Lightning calls it after: "step" or "epoch"
+    frequency: int = 1  # after every how many of these
+    after_its_end: AfterItsEnd = "stays"  # what it does when it is called more often
 
 
 def schedulers_in(configured: Any) -> Iterator[tuple[Any, str, int]]:

@@ -12,7 +12,7 @@ from lightning_mp.core import private_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
 from lightning_mp.gradients.step_blocks import padded, step_blocks
-from lightning_mp.planning.memory.live_storages import LiveStorages
+from lightning_mp.step_memory.live_storages import LiveStorages
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -17,12 +17,12 @@ from lightning_mp.core.pictures import check_picture_ending
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.core.quantities import format_bytes
 from lightning_mp.modules.names import named_modules
-from lightning_mp.planning.memory.live_storages import PARTS, MemorySample, Part
-from lightning_mp.planning.memory.simulated_step import StepFunction, simulate_step
-from lightning_mp.planning.memory.stand_in_optimizer import OptimizerFactory
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 from lightning_mp.policy.operations import FAMILIES, operation_of_module
 from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.step_memory.live_storages import PARTS, MemorySample, Part
+from lightning_mp.step_memory.simulated_step import StepFunction, simulate_step
+from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory
 
 MemoryStrategy = Literal["single", "ddp", "fsdp2"]
 # Rajbhandari et al. 2020, arXiv:1910.02054, section 3.2: in extreme cases out of memory with over 30% of it free.
