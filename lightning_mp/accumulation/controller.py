@@ -399,7 +399,7 @@ class AccumulationController(Callback):
         if self.settings.weighting is None:
             return
         if self.state.window.totals is None:
-            if self.settings.follows_trainer:
+            if self.settings.follows_trainer:  # an optimizer's own evaluation, or a module's
                 return
             raise repeated_losses(trainer.optimizers)
         weighing, weighting = self._fit.weighing, self.weighting
@@ -561,7 +561,7 @@ class AccumulationController(Callback):
         if self.state.reference_items is None:
             kinds = {"reference_items": or_none(POSITIVE), "losses": MAPPING}
             state = checked_state(saved, kinds, "the weights of micro-batches")
-            self.losses = LossWeights.read(state["losses"])
+            self.losses.load_state_dict(state["losses"])
             self.state = replace(self.state, reference_items=state["reference_items"])
 
     def state_dict(self) -> dict[str, Any]:
@@ -575,7 +575,8 @@ class AccumulationController(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
-        state, losses = AccumulationState.read(state_dict), LossWeights.read(state_dict.get("losses"))
-        self.losses = losses
+        state = AccumulationState.read(state_dict)
+        LossWeights().load_state_dict(state_dict.get("losses"))  # raises before anything is changed
         self.counter.load_state_dict(state_dict.get("counter", {}))
+        self.losses.load_state_dict(state_dict["losses"])
         self.state = state

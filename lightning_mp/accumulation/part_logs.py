@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -72,35 +72,51 @@ class PartLogs:
         self._repeats[fx, name] += 1
         self._calls.setdefault((fx, name, self._repeats[fx, name]), []).append((self._part, value, arguments))
 
-    def flush(self, weights: Sequence[float | Tensor], losses: Sequence[Tensor | None], divisor: int) -> None:
+    def flush(self, weights: Sequence[float | Tensor], losses: "PartLosses") -> None:
         """Logs every value once.
 
-        Args:
-            weights: what each part weighs in a mean. A value that was logged with ``batch_size=`` weighs that.
-            losses: the loss of each part over ``divisor``, if the loss of the whole is their sum; else none. A value
-                that is the loss in all parts is added up, too.
-            divisor: what Lightning has divided losses by.
+        A value that is the loss in all its parts is merged as the loss is. Any other one is merged by ``batch_size=``
+        if it was logged with that, else by what parts weigh.
         """
         self.keeps = False
         calls, self._calls = self._calls, {}
         for (fx, name, _), noted in calls.items():
             parts, values, arguments = zip(*noted, strict=True)
-            merged = dict(arguments[-1])
-            given = [one.get("batch_size") for one in arguments]
-            if given[-1] is not None:
-                merged["batch_size"] = sum(given)
-            by = given if given[-1] is not None else [weights[part] for part in parts]
-            value = merge_logged(values, by, merged.get("reduce_fx", "mean"))
-            if losses and len(values) > 1:
-                value = _sum_if_losses(values, [losses[part] for part in parts], divisor, value)
+            merged, reduce_fx = dict(arguments[-1]), arguments[-1].get("reduce_fx", "mean")
+            by = [weights[part] for part in parts]
+            sizes = [one.get("batch_size") for one in arguments]
+            if sizes[-1] is not None:
+                merged["batch_size"] = sum(sizes)
+            value = merge_logged(values, by if sizes[-1] is None else sizes, reduce_fx)
+            if len(values) > 1 and (losses.add_up or sizes[-1] is not None):
+                value = losses.merged_if_losses(parts, values, by, value)
             self._log.original(fx, name, value, **merged)
 
 
-def _sum_if_losses(values: Sequence[Any], losses: Sequence[Tensor | None], divisor: int, otherwise: Any) -> Any:
-    """The sum of values that are the losses, each of its part."""
-    pairs = [(v, loss) for v, loss in zip(values, losses, strict=True) if isinstance(v, Tensor) and loss is not None]
-    if len(pairs) < len(values) or any(v.numel() != 1 for v, _ in pairs):
-        return otherwise
-    flat = torch.stack([v.reshape(()) for v, _ in pairs])
-    are_losses = (flat / divisor == torch.stack([loss.reshape(()).to(flat) for _, loss in pairs])).all()
-    return torch.where(are_losses, flat.sum(), otherwise)
+class PartLosses(NamedTuple):
+    """The losses of parts, divided by Lightning."""
+
+    values: Sequence[Tensor | None]
+    divisor: int  # by which
+    add_up: bool  # the loss of the whole is their sum
+
+    def merged(self, parts: Sequence[int], weights: Sequence[float | Tensor]) -> Tensor | None:
+        """The loss of the whole from those of some parts; None without any."""
+        known = [(loss, by) for part, by in zip(parts, weights, strict=True) if (loss := self.values[part]) is not None]
+        if not known:
+            return None
+        losses, by = zip(*known, strict=True)
+        return torch.stack(losses).sum(0) if self.add_up else weighted_mean(losses, by)
+
+    def merged_if_losses(
+        self, parts: Sequence[int], values: Sequence[Any], weights: Sequence[float | Tensor], otherwise: Any
+    ) -> Any:
+        """The loss of the whole, if these values are the losses of the parts; no wait for the device."""
+        losses = [loss for part in parts if (loss := self.values[part]) is not None]
+        are_numbers = all(isinstance(value, Tensor) and value.numel() == 1 for value in values)
+        if len(losses) < len(values) or not are_numbers:
+            return otherwise
+        flat, divided = torch.stack([v.reshape(()) for v in values]), torch.stack([loss.reshape(()) for loss in losses])
+        whole = flat.sum() if self.add_up else weighted_mean(list(flat), weights)
+        is_nan = flat.isnan() & divided.isnan()
+        return torch.where(((flat / self.divisor == divided) | is_nan).all(), whole, otherwise)

@@ -33,7 +33,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp.accumulation.batch_split import Microbatch, copied_containers, merge_outputs, weighted_mean
+from lightning_mp.accumulation.batch_split import Microbatch, copied_containers, merge_outputs
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.loss_probe import LossProbe
 from lightning_mp.accumulation.out_of_memory import (
@@ -43,7 +43,7 @@ from lightning_mp.accumulation.out_of_memory import (
     is_out_of_memory,
     smaller_size,
 )
-from lightning_mp.accumulation.part_logs import PartLogs
+from lightning_mp.accumulation.part_logs import PartLogs, PartLosses
 from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.accumulation.split_state import SplitState
 from lightning_mp.accumulation.windows import AccumulationState
@@ -238,21 +238,18 @@ class SplitStep:
     # -- what the whole batch would have returned and logged -----------------------------------------------------------
 
     def _log(self, ran: list[_Ran]) -> None:
-        losses = [one.output.loss for one in ran] if self._state.form == "sum" else []
-        self._logs.flush([one.weight for one in ran], losses, int(self._trainer.accumulate_grad_batches))
+        self._logs.flush([one.weight for one in ran], self._losses_of(ran))
+
+    def _losses_of(self, ran: list[_Ran]) -> PartLosses:
+        divisor = int(self._trainer.accumulate_grad_batches)
+        return PartLosses([one.output.loss for one in ran], divisor, self._state.form == "sum")
 
     def _merged(self, ran: list[_Ran]) -> ClosureResult:
         if len(ran) == 1:
             return ran[0].output
         outputs, samples, weights = zip(*ran, strict=True)
         merged = ClosureResult(None, merge_outputs([output.extra for output in outputs], samples, weights))
-        known = [one for one in ran if one.output.loss is not None]
-        if known:
-            losses = [one.output.loss for one in known if one.output.loss is not None]
-            adds_up = self._state.form == "sum"
-            merged.loss = (
-                torch.stack(losses).sum(0) if adds_up else weighted_mean(losses, [one.weight for one in known])
-            )
+        merged.loss = self._losses_of(ran).merged(range(len(ran)), weights)
         return merged
 
     def _call_after_backward(self, ran: list[_Ran]) -> None:

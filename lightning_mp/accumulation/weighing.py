@@ -42,6 +42,11 @@ class MicroBatchWeighing:
             self.source = "batch"
         elif (asked.weight_by is not None or settings.weighs_by_loss) and not is_pipelined(trainer):
             self.source = "loss"
+        if self.source == "batch" and settings.follows_trainer:
+            rank_zero_info(
+                "Gradient accumulation: micro-batches are weighted by the tokens or samples of their batches, because"
+                " the stages of a pipeline do not see what a loss is a mean over."
+            )
         self._is_own_count = asked.count_weighs
         self._name = "count=" if asked.count_weighs else "their target tokens"
         self._left = _CHECKED_LOSSES if by_hand else 0

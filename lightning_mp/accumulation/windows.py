@@ -101,8 +101,7 @@ class Window:
 class AccumulationState:
     """How far a run is."""
 
-    # what factors of losses are relative to: the mean weight in the last window, or of the first micro-batch; None
-    # before that
+    # what factors of losses are relative to: the weight of the first micro-batch, or a later mean; None before that
     reference_items: float | None = None
     # the data's layout in which the sizes below were measured; None before the first micro-batch
     layout: DataLayout | None = None
@@ -332,5 +331,15 @@ def mean_of_losses(state: AccumulationState, totals: Tensor, num_ranks: int) -> 
 
 
 def next_reference(state: AccumulationState, items: float, losses: float) -> AccumulationState:
-    """Factors in the windows to come are relative to the mean weight in this one, which keeps them near 1."""
-    return replace(state, reference_items=items / losses) if items > 0 and losses > 0 else state
+    """Keeps factors near 1, so that fp16 holds them: they become relative to the mean weight in this window.
+
+    That is done only where it is far from what they were relative to; otherwise nothing is rounded anew.
+
+    >>> state = AccumulationState(reference_items=10.0)
+    >>> next_reference(state, 60.0, 3).reference_items, next_reference(state, 1500.0, 3).reference_items
+    (10.0, 500.0)
+    """
+    reference = state.reference_items
+    if reference is None or not items > 0 or reference / 4 <= items / losses <= 4 * reference:
+        return state
+    return replace(state, reference_items=items / losses)

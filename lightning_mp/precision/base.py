@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -24,6 +24,7 @@ from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr, namespace_hint
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
@@ -169,9 +170,22 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def _weigh_micro_batches(self, trainer: "pl.Trainer") -> None:
         """Where several make a step: in a window of accumulation, or on ranks with different data."""
-        several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1
+        scheduler = RunState.of(trainer).callback(GradientAccumulationScheduler)
+        several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1 or scheduler is not None
         if several and trainer.lightning_module.automatic_optimization:
             AccumulationController.weigh_by_loss(trainer)
+
+    def _weigh_from_here(self, trainer: "pl.Trainer") -> None:
+        """Accumulation begins inside of a fit: a callback has written ``trainer.accumulate_grad_batches``."""
+        module = trainer.lightning_module
+        if not module.automatic_optimization or AccumulationController.of(trainer) is not None:
+            return
+        controller = AccumulationController.weigh_by_loss(trainer)
+        if self._carried.loss_weights is not None:
+            controller.continue_from(self._carried.loss_weights)
+        controller.on_fit_start(trainer, module)
+        controller.on_train_start(trainer, module)
+        controller.on_train_batch_start(trainer, module, None, trainer.fit_loop.epoch_loop.batch_idx)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -414,8 +428,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
         """The forward context; a batch of manual optimization begins here, and the last one's scale update is made."""
-        context = self.forward_context()
-        self._update_scale(self._in_run)
+        context, run = self.forward_context(), self._in_run
+        self._update_scale(run)
+        if run is not None and run.trainer.accumulate_grad_batches != 1 and self.weight_by is not None:
+            self._weigh_from_here(run.trainer)
         return context
 
     def _update_scale(self, run: PluginRun | None) -> None:
@@ -480,6 +496,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             )
         controller = AccumulationController.of(run.trainer)
         weights = checkpoint.get(_WEIGHTS_KEY)
+        self._carry(loss_weights=weights)
         if controller is not None and weights is not None:
             controller.continue_from(weights)
         if run.dispatcher is not None:

@@ -204,7 +204,9 @@ def _evaluate_again(
     """
     controller = step.plan.controller
     if controller is not None and controller.weighting is not None:
-        raise repeated_losses([step.plan.optimizer])
+        if not controller.settings.follows_trainer:
+            raise repeated_losses([step.plan.optimizer])
+        controller.weigh_equally(f"{type(step.plan.optimizer).__name__} evaluates the loss again inside of a step")
     torch.clear_autocast_cache()
     with context():
         result = closure()

@@ -13,9 +13,10 @@ equally long rows counts their elements; two heads of one kind that take turns a
 pairs.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -67,7 +68,7 @@ class LossWeights:
             if isinstance(reading, Unknown):
                 return self.weigh_equally(reading.reason)
         known = [reading for reading in readings if isinstance(reading, Items) and reading.means]
-        first = next((one for one in known if float(one.means[0].total) > 0), None)
+        first = next((one for one in known if float(one.means[0].total) > 0 and _is_finite(one)), None)
         if first is None:
             return ""
         means = [Mean(m.kind, float(m.total), m.factor, m.parts, bool(m.is_even)) for m in first.means]
@@ -110,18 +111,20 @@ class LossWeights:
         if position < 0:
             return Weight(0.0, False, f"it counts {reading.means[0].kind}, the first loss {first.means[0].kind}")
         main = reading.means[position]
-        if isinstance(main.total, float) and not 0 <= main.total < float("inf"):
+        if isinstance(main.total, float) and not 0 <= main.total < math.inf:
             return Weight(0.0, False, f"it is a mean over {main.total:g} items")
         before = self._forms.get(reading.form)
         if before is None:
             before = factor if many == self._many else self._forms[first.form]
-            if factor is not None and len(self._forms) < _MOST_FORMS:
+            if factor is not None and math.isfinite(factor) and len(self._forms) < _MOST_FORMS:
                 self._forms[reading.form] = factor
         if factor is None or before is None:
             return Weight(main.total, False, "it is multiplied by a number on the device")
+        if not math.isfinite(factor):  # as its gradient, with which no step is made
+            return Weight(main.total)
         if not abs(factor - before) <= _CLOSE * abs(before):
             return Weight(main.total, False, f"it is multiplied by {factor:g}, and one before it by {before:g}")
-        if len(reading.means) == 1 == len(first.means) and main.parts == 1 == first.means[0].parts:
+        if len(reading.means) == len(first.means) == 1 and main.parts == first.means[0].parts == 1:
             return Weight(main.total)
         return self._compare(reading, main)
 
@@ -152,33 +155,26 @@ class LossWeights:
             is_known = is_known & (self._same_parts | self._same_items)
             if main.is_even is True:
                 why = "both numbers of its mean of means change"
-        is_same = len(reading.means) == len(first)
-        for mean, known in zip(reading.means, first, strict=False):
-            is_same = is_same and mean.kind == known.kind
-        scale = main.total
-        if is_same:
-            for mean, known in zip(reading.means, first, strict=True):
-                if mean is main:
-                    scale = main.total / known.total
-        elif not self._is_one_number:
+        means = reading.means
+        if not _are_alike(means, first):  # what is multiplied by 0 does not count
+            means, first = _without_zeros(means), _without_zeros(first)
+        if is_same := _are_alike(means, first):
+            scale = next(main.total / known.total for mean, known in zip(means, first, strict=True) if mean is main)
+        elif _are_over_one_number(first):
+            scale = main.total
+        else:
             return Weight(main.total, False, self._out_of_proportion(reading))
-        for mean, known in zip(reading.means, first if is_same else reading.means, strict=True):
-            expected = scale * known.total if is_same else scale
-            is_known = is_known & (abs(mean.total - expected) <= _CLOSE * expected)  # type: ignore[operator]  # numbers
-        if is_known is not True and len(reading.means) > 1:
+        for index, mean in enumerate(means):
+            expected = scale * first[index].total if is_same else scale
+            is_close = abs(mean.total - expected) <= _CLOSE * expected  # type: ignore[operator]  # numbers, or tensors
+            is_known = is_known & is_close
+        if is_known is not True and len(means) > 1:
             why = self._out_of_proportion(reading)
         return Weight(main.total, is_known, why)
 
     def _out_of_proportion(self, reading: Items) -> str:
         assert self.first is not None
         return f"it adds means over {_numbers(reading)} items, and the first loss over {_numbers(self.first)}"
-
-    @property
-    def _is_one_number(self) -> bool:
-        """Whether all means of the first loss are over one number."""
-        assert self.first is not None
-        totals = [float(mean.total) for mean in self.first.means]
-        return max(totals) - min(totals) <= _CLOSE * totals[0]
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -198,9 +194,8 @@ class LossWeights:
             "same_items": bool(self._same_items),
         }
 
-    @classmethod
-    def read(cls, saved: Any) -> Self:
-        """From a checkpoint."""
+    def load_state_dict(self, saved: Any) -> None:
+        """Continues from a checkpoint."""
         kinds = {
             "is_equal": FLAG,
             "kinds": listed_of(_TEXT),
@@ -214,15 +209,29 @@ class LossWeights:
             "same_items": FLAG,
         }
         state = checked_state(saved, kinds, "the weights of micro-batches")
-        weights = cls()
-        weights.is_equal, weights._many = state["is_equal"], state["many"]
-        weights._same_parts, weights._same_items = state["same_parts"], state["same_items"]
-        weights._forms = {tuple(form.split()): float(factor) for form, factor in state["forms"].items()}
-        if state["kinds"]:
-            entries = zip(state["kinds"], state["totals"], state["factors"], state["parts"], strict=True)
-            means = tuple(Mean(kind, total, factor, parts) for kind, total, factor, parts in entries)
-            weights.first = Items(means, tuple(state["form"].split()))
-        return weights
+        entries = [state[name] for name in ("kinds", "totals", "factors", "parts")]
+        means = tuple(Mean(kind, total, factor, parts) for kind, total, factor, parts in zip(*entries, strict=True))
+        self.first = Items(means, tuple(state["form"].split())) if means else None
+        self.is_equal, self._many = state["is_equal"], state["many"]
+        self._same_parts, self._same_items = state["same_parts"], state["same_items"]
+        self._forms = {tuple(form.split()): float(factor) for form, factor in state["forms"].items()}
+
+
+def _are_alike(means: Sequence[Mean], others: Sequence[Mean]) -> bool:
+    return [mean.kind for mean in means] == [mean.kind for mean in others]
+
+
+def _without_zeros(means: Sequence[Mean]) -> tuple[Mean, ...]:
+    return tuple(mean for mean in means if mean.factor != 0.0)
+
+
+def _are_over_one_number(means: Sequence[Mean]) -> bool:
+    totals = [float(mean.total) for mean in means]
+    return max(totals) - min(totals) <= _CLOSE * totals[0]
+
+
+def _is_finite(reading: Items) -> bool:
+    return all(mean.factor is None or math.isfinite(mean.factor) for mean in reading.means)
 
 
 def _numbers(reading: Items) -> str:

@@ -122,9 +122,9 @@ def test_backward_runs_outside_of_autocast_under_a_stock_plugin():
             loss.backward()
 
     model = Watched(4)
-    fit(model, loader(regression_batches(1, batch_size=8)), MicroBatchOnOOM(), precision="bf16-mixed")
-    # Two microbatches, and the hand-out.
-    assert seen == [False] * 3
+    with pytest.warns(UserWarning, match=r"equal weights from here on.*Watched\.backward may write gradients"):
+        fit(model, loader(regression_batches(1, batch_size=8)), MicroBatchOnOOM(), precision="bf16-mixed")
+    assert seen == [False] * 2
 
 
 # -- recomputation and compilation -------------------------------------------------------------------------------------
@@ -245,7 +245,8 @@ def test_a_compiled_network_is_compiled_again_for_a_new_size_only():
     network = torch.compile(model.net, backend=backend, dynamic=False)
     fit(model, loader(regression_batches(6, 8)), MicroBatchOnOOM())
     fit(whole, loader(regression_batches(6, 8)))
-    assert len(shapes) == 1
+    # Four samples, and two and four in eval mode, whose losses were compared.
+    assert len(shapes) == 3
     assert_close(weights(model), weights(whole), 1e-5)
 
 

@@ -139,8 +139,11 @@ class Run:
         )
         self._window.append(tokens)
         if tokens:
-            self.state = transitions.add_micro_batch(self.state, reference_items=tokens)
-            factor = transitions.loss_factor(self.state)
+            if self.state.reference_items is None:
+                self.state = replace(self.state, reference_items=float(tokens))
+            self.state = transitions.add_micro_batch(transitions.weigh_micro_batch(self.state, tokens, True))
+            assert self.state.micro_batch is not None
+            factor = self.state.micro_batch.factor
             assert isinstance(factor, float)
             self._factors.append(factor)
         if self.state.window.closes:
