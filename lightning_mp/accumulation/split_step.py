@@ -46,7 +46,7 @@ from lightning_mp.accumulation.out_of_memory import (
 from lightning_mp.accumulation.part_logs import PartLogs, PartLosses
 from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.accumulation.split_state import SplitState
-from lightning_mp.accumulation.windows import AccumulationState
+from lightning_mp.accumulation.windows import AccumulationState, Part
 from lightning_mp.core import private_api, private_loop_api, private_sharding_api
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.nested_tensors import tensors_in
@@ -84,6 +84,7 @@ class _Ran(NamedTuple):
     output: ClosureResult  # without its graph, if there are several parts
     samples: int
     weight: float | Tensor  # in the mean of the batch
+    has_backward: bool
 
 
 class SplitStep:
@@ -182,58 +183,60 @@ class SplitStep:
         """What Lightning's closure does, for each part."""
         self._under_way = batch
         parts = self._state.parts_of(batch.batch)
-        known = self._controller.parts_of(
-            [part.batch for part in parts], [part.samples for part in parts], losses_add_up=self._state.form == "sum"
-        )
+        known = self._known_of(parts)
         overlaps = closes and self._ddp is not None and _shapes(parts[-1].batch) in self._fitted
         self._logs.begin()
         ran: list[_Ran] = []
-        has_gradient = False
         for index, part in enumerate(parts):
             self._logs.begin_part(index)
-            if len(parts) > 1:
+            if known:
                 self._show(batch, part, index)
                 self._controller.begin_part(known[index])
             reduces = overlaps and part is parts[-1]
+            has_gradient = any(one.has_backward for one in ran)
+            may_skip = bool(known) and (part is not parts[-1] or has_gradient)
             with nullcontext() if reduces or self._ddp is None else self._ddp.no_sync():
-                output = batch.closure.training_step(part.batch)
-                if batch.zero_grad is not None:
-                    zero_grad, batch.zero_grad = batch.zero_grad, None  # its hooks and counters: once
-                    zero_grad()
-                self._is_overlapping = reduces
-                may_skip = len(parts) > 1 and (part is not parts[-1] or has_gradient)
-                has_backward = self._run_backward(batch, output, may_skip=may_skip)
-                has_gradient = has_gradient or has_backward
-                self._is_overlapping = False
-                overlaps = overlaps and (has_backward or not reduces)
-            ran.append(self._let_go(output, part) if len(parts) > 1 else _Ran(output, part.samples, 1.0))
+                ran.append(self._run_part(batch, part, reduces=reduces, may_skip=may_skip))
+            overlaps = overlaps and (ran[-1].has_backward or not reduces)
+            if known:
+                # Without its graph, by which it and its other entries would keep every part's activations.
+                ran[-1] = ran[-1]._replace(output=_without_graph(ran[-1].output))
             if self._ddp is not None and self._trainer.global_step > 0:
                 self._fitted.add(_shapes(part.batch))
-            del output
         if closes and self._ddp is not None and not overlaps:
             reduce_gradients(self._ddp)
         return ran
+
+    def _known_of(self, parts: list[Microbatch]) -> list[Part]:
+        """What is known of parts before they run; empty for a batch that runs whole."""
+        if len(parts) == 1:
+            return []
+        batches, samples = [part.batch for part in parts], [part.samples for part in parts]
+        return self._controller.parts_of(batches, samples, losses_add_up=self._state.form == "sum")
 
     def _show(self, batch: _Batch, part: Microbatch, index: int) -> None:
         shown = self._shown
         shown.batch_idx, shown.index = batch.closure.batch_idx, index
         shown.part, shown.random_state = copied_containers(part.batch), RandomState.capture(self._module.device)
 
-    def _run_backward(self, batch: _Batch, output: ClosureResult, *, may_skip: bool) -> bool:
-        """Whether there was a loss to run it for; the mean over no items of a part may have NaN for a gradient."""
+    def _run_part(self, batch: _Batch, part: Microbatch, *, reduces: bool, may_skip: bool) -> _Ran:
+        """Training step, ``zero_grad`` if that is still to come, and backward.
+
+        The mean over no items may have NaN for a gradient; of a part it is left out, which waits for the device.
+        """
+        output = batch.closure.training_step(part.batch)
+        if batch.zero_grad is not None:
+            zero_grad, batch.zero_grad = batch.zero_grad, None  # its hooks and counters: once
+            zero_grad()
         loss, backward = output.closure_loss, batch.closure.backward
         if loss is None or backward is None:
-            return False
+            return _Ran(output, part.samples, 0.0, has_backward=False)
         if may_skip and not bool(loss.isfinite().all()) and counts_nothing(loss):
-            return False
+            return _Ran(output, part.samples, 0.0, has_backward=False)
+        self._is_overlapping = reduces
         backward(loss)
-        return True
-
-    def _let_go(self, output: ClosureResult, part: Microbatch) -> _Ran:
-        """Without the graph, by which it and its other entries would keep every part's activations."""
-        light = ClosureResult(None, apply_to_collection(output.extra, Tensor, Tensor.detach, allow_frozen=True))
-        light.loss = output.loss
-        return _Ran(light, part.samples, 0.0 if output.loss is None else self._controller.part_weight)
+        self._is_overlapping = False
+        return _Ran(output, part.samples, self._controller.part_weight, has_backward=True)
 
     # -- what the whole batch would have returned and logged -----------------------------------------------------------
 
@@ -247,7 +250,7 @@ class SplitStep:
     def _merged(self, ran: list[_Ran]) -> ClosureResult:
         if len(ran) == 1:
             return ran[0].output
-        outputs, samples, weights = zip(*ran, strict=True)
+        outputs, samples, weights, _ = zip(*ran, strict=True)
         merged = ClosureResult(None, merge_outputs([output.extra for output in outputs], samples, weights))
         merged.loss = self._losses_of(ran).merged(range(len(ran)), weights)
         return merged
@@ -306,6 +309,12 @@ class SplitStep:
         finally:
             self._shown.is_repeated = True  # forwards have run that are no part of the step
             batch.return_to(self._controller)
+
+
+def _without_graph(output: ClosureResult) -> ClosureResult:
+    light = ClosureResult(None, apply_to_collection(output.extra, Tensor, Tensor.detach, allow_frozen=True))
+    light.loss = output.loss
+    return light
 
 
 def _shapes(batch: Any) -> tuple[torch.Size, ...]:

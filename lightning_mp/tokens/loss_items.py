@@ -80,8 +80,6 @@ def read_items(loss: Tensor, *, divided: bool = False, counts_sums: bool = False
             node, output = _below_lightnings_division(node)
         if node is None or type(node).__name__ == "AccumulateGrad":  # a constant
             return Items()
-        if type(node).__name__ == _READY:
-            return node.items  # type: ignore[no-any-return, attr-defined]
         walk = _Walk()
         items = walk.read(node, output, loss)
         return replace(items, summed=_targets_of(walk.summed)) if counts_sums and walk.summed is not None else items
@@ -100,8 +98,6 @@ def _names(*names: str) -> frozenset[str]:
 
 
 _VIEWS = _names("ToCopy", "Clone", "Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ReshapeAlias")
-#: Of :func:`lightning_mp.accumulation.ready_gradients.loss_with_gradients`, which has read its losses itself.
-_READY = "_ReadyGradientsBackward"
 _SINK = "_DDPSinkBackward"  # all outputs of the wrapped module pass through it
 _PASSED = _VIEWS | _names("NanToNum") | {_SINK}
 _ADDS, _MULS, _DIVS, _STACKS = _names("Add", "Sub", "Neg"), _names("Mul"), _names("Div"), _names("Stack", "Cat")
