@@ -79,6 +79,7 @@ class MicroBatch:
     is_repeated: bool = False  # it is not of the first epoch
     is_known: bool | Tensor = True  # what it weighs; a tensor where the host would have to wait for it
     factor: float | Tensor = 1.0  # of its loss, beside Lightning's division
+    is_weighed: bool = False  # that factor is relative to `reference_items`
     part: Part | None = None  # the part of it that runs, if it runs in parts
     is_counted: bool = False  # a part of it has come to backward, and its tokens count
     parts_factor: float | Tensor = 0.0  # that of the whole, from those of the parts so far
@@ -223,7 +224,8 @@ def weigh_micro_batch(
             items, divisor = mean, None
     measure = replace(micro_batch.measure, items=items, divisor=divisor)
     factor = (items / (part.share if part.losses_add_up else 1.0) if divisor is None else divisor) / reference
-    return replace(state, micro_batch=replace(micro_batch, measure=measure, is_known=is_known, factor=factor))
+    weighed = replace(micro_batch, measure=measure, is_known=is_known, factor=factor, is_weighed=True)
+    return replace(state, micro_batch=weighed)
 
 
 def weigh_nothing(state: AccumulationState) -> AccumulationState:
@@ -297,7 +299,7 @@ def end_at(state: AccumulationState, tokens: int) -> AccumulationState:
 
 def is_single_micro_batch_step(state: AccumulationState) -> bool:
     """Whether the current micro-batch is the whole step: its loss is the mean already, and nothing is multiplied."""
-    if state.window.planned != 1 or state.window.is_split or state.micro_batch is None:
+    if state.window.planned != 1 or state.window.is_split or state.micro_batch is None or state.micro_batch.is_weighed:
         return False
     return (state.layout is None or state.layout.data_ranks == 1) and state.micro_batch.measure.divisor is None
 
