@@ -21,6 +21,7 @@ from lightning_mp.accumulation.boundary import (
     repeated_losses,
 )
 from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
+from lightning_mp.accumulation.missing_losses import replace_missing_losses
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
 from lightning_mp.accumulation.schedule import Progress, TargetBatch
 from lightning_mp.accumulation.settings import AccumulationSettings
@@ -51,6 +52,7 @@ class _Fit:
     before_steps: list[Callable[[], None]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
     is_in_backward: bool = False
+    has_no_loss: bool = False  # of the current micro-batch, on this rank; others may have one
 
 
 class AccumulationController(Callback):
@@ -198,6 +200,8 @@ class AccumulationController(Callback):
         self.state = replace(self.state, end_tokens=None)
         if self.settings.weighting is not None:
             self._fit.weighing = MicroBatchWeighing(trainer, self.settings, self.losses)
+            if pl_module.automatic_optimization:
+                replace_missing_losses(trainer, lambda: setattr(self._fit, "has_no_loss", True))
             if overrides(pl_module, pl.LightningModule, "backward"):
                 self.weigh_equally(f"{type(pl_module).__name__}.backward may write gradients of other losses")
             elif again := [o for o in trainer.optimizers if requires_closure(o)]:
@@ -402,6 +406,11 @@ class AccumulationController(Callback):
             if self.settings.follows_trainer:  # an optimizer's own evaluation, or a module's
                 return
             raise repeated_losses(trainer.optimizers)
+        if self._fit.has_no_loss:
+            assert self.state.micro_batch is not None
+            self._fit.has_no_loss = False
+            nothing = replace(self.state.micro_batch, measure=Measure(0, 0, 0, 0), share=0.0)
+            self.state = replace(self.state, micro_batch=nothing)
         weighing, weighting = self._fit.weighing, self.weighting
         if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
             assert weighting is not None

@@ -78,12 +78,11 @@ class MicroBatchWeighing:
             most = measure.most_tokens if weighting.weight_by == "token" else 0
             reference = _reference(float(measure.items), float(most))
             state = replace(state, reference_items=self._trainer.strategy.broadcast(reference))
-        is_known: bool | Tensor = True
-        if self._is_own_count:
+        is_known: bool | Tensor = not measure.wrong_count
+        if self._is_own_count and isinstance(measure.items, Tensor):
             is_known = (measure.items >= 0) & (measure.items < math.inf)
-            if is_known is not True and not self._why:
-                number = "a number" if isinstance(measure.items, Tensor) else f"{measure.items:g}"
-                self._why = f"count= returned {number}, which is no count"
+        if is_known is not True:
+            self._why = self._why or measure.wrong_count or "count= returned a number below 0"
         return windows.weigh_micro_batch(state, measure.items, is_known, measure.divisor)
 
     def _by_loss(self, state: AccumulationState, loss: Tensor) -> AccumulationState:
@@ -91,7 +90,8 @@ class MicroBatchWeighing:
         declared, divisor = state.micro_batch.measure.divisor, None
         reading = read_items(loss, divided=True, counts_sums=declared is not None)
         if declared is not None and isinstance(reading, Items) and reading.summed is not None:
-            reading, divisor = Items((Mean("targets of a sum", reading.summed),)), declared
+            divisor = reading.means[0].total if reading.means else None
+            reading = Items((Mean("targets of a sum", reading.summed),))
         if self._losses.first is None:
             if self.may_meet:
                 state = self._meet(state, reading)
@@ -117,7 +117,7 @@ class MicroBatchWeighing:
         """Gives micro-batches equal weights from now on. Call it on all ranks."""
         if self.source is not None and not self.is_equal:
             self.source = "loss"
-            _warn(self._losses.weigh_equally(why))
+            rank_zero_info(self._losses.weigh_equally(why))
 
     def close_window(self, totals: HostCopy) -> None:
         """A window is over; ``totals`` are those over all ranks."""
@@ -130,7 +130,9 @@ class MicroBatchWeighing:
             return state
         totals = closed.read()
         if totals[UNKNOWN] > 0:
-            self.weigh_equally(next((why for why in all_gathered(self._why) if why), "as before this fit was resumed"))
+            why = next((why for why in all_gathered(self._why) if why), "as before this fit was resumed")
+            self.source = "loss"
+            _warn(self._losses.weigh_equally(why))
         self._why = ""
         return windows.next_reference(state, totals[ITEMS], totals[LOSSES])
 

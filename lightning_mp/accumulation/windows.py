@@ -210,7 +210,8 @@ def weigh_micro_batch(
     part = micro_batch.part or _WHOLE
     if part.losses_add_up and divisor is None:
         items = items * part.share  # each loss shows what the whole counts
-    is_known = is_known & (totals.number(UNKNOWN) == 0)
+    if totals.device[UNKNOWN] is not None or totals.host[UNKNOWN]:
+        is_known = is_known & (totals.number(UNKNOWN) == 0)
     if is_known is not True:
         items_before, losses_before = totals.number(ITEMS), totals.number(LOSSES)
         mean = items_before / losses_before if totals.host[LOSSES] else 0.0

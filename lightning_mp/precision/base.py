@@ -384,7 +384,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if plan.dispatcher is not None:
             # After the closure: by now the device is busy with this window's backward and the last step is long over.
             plan.dispatcher.flush_pending()
-        step = GradientStep(plan)
+        step = GradientStep(plan, has_loss=closure_result is not None or not model.automatic_optimization)
         if plan.may_evaluate:
             # In automatic optimization the closure enters the forward's context itself.
             context = nullcontext if model.automatic_optimization else self.forward_context

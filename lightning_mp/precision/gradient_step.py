@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.accumulation.boundary import repeated_losses
@@ -28,6 +29,7 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+from lightning_mp.tokens.counter import LOSSES
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,10 @@ class GradientStep:
 
     plan: StepPlan
     epilogue: GradientEpilogue = field(init=False)  # of the gradients of the last evaluation
+    has_loss: bool = True  # the last micro-batch had one on this rank
     closure: StepClosure | None = None  # for an optimizer that may evaluate the loss itself; None for those that do not
     is_stepping: bool = False  # the optimizer's own `step` is running
+    has_no_items: Tensor | None = None  # no micro-batch of the window had a loss on any rank
     _gradients_may_have_changed: bool = False
 
     def clip(self, limit: float, algorithm: "GradClipAlgorithmType | str") -> None:
@@ -123,6 +127,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
 
     # Decide and plan: from here on every rank knows whether the step is skipped, and the factor for its gradients.
     normalisation = controller.close_window(totals) if controller is not None else None
+    step.has_no_items = totals[LOSSES] == 0 if totals is not None and trainer.world_size > 1 else None
     by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE
     epilogue.plan(normalisation, limit if by_norm else None)
 
@@ -153,7 +158,9 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     # An optimizer that evaluates the loss between two changes of the weights needs final gradients, not a factor.
     in_kernel = plan.in_kernel and (step.closure is None or plan.scaler is not None)
     items = _make_ready(step, in_kernel=in_kernel)
-    epilogue = step.epilogue
+    epilogue, overflow = step.epilogue, step.epilogue.found_inf
+    if step.has_no_items is not None:
+        epilogue.found_inf = torch.maximum(overflow, step.has_no_items.to(overflow))
 
     # Step or skip: the host waits for the decision, unless the optimizer's kernel takes it.
     on_device = in_kernel and not momentum_is_missing(optimizer)
@@ -173,9 +180,10 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
 
     # Report.
     if plan.dispatcher is not None:
-        report = StepReport(
-            epilogue.found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms
-        )
+        found_inf = epilogue.found_inf
+        if not step.has_loss and not epilogue.parameters and not epilogue.anyone_has_gradients():
+            found_inf = torch.ones_like(found_inf)  # there was nothing to step with
+        report = StepReport(found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms)
         plan.dispatcher.record(optimizer, report, flush_now=not on_device)
 
     # Update the scale: once per batch. In manual optimization the batch may hold more steps, so it waits for the next.
@@ -184,7 +192,8 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     if not epilogue.parameters and not epilogue.anyone_has_gradients():
         private_api.forget_optimizers(plan.scaler, [optimizer])
         return output
-    private_api.record_found_inf(plan.scaler, optimizer, epilogue.found_inf)
+    found_inf = overflow if step.has_no_items is not None else epilogue.found_inf
+    private_api.record_found_inf(plan.scaler, optimizer, found_inf)
     if plan.model.automatic_optimization:
         try:
             plan.scaler.update()

@@ -80,6 +80,8 @@ def read_items(loss: Tensor, *, divided: bool = False, counts_sums: bool = False
             node, output = _below_lightnings_division(node)
         if node is None or type(node).__name__ == "AccumulateGrad":  # a constant
             return Items()
+        if type(node).__name__ in _OWN:
+            return node.items  # type: ignore[no-any-return, attr-defined]
         walk = _Walk()
         items = walk.read(node, output, loss)
         return replace(items, summed=_targets_of(walk.summed)) if counts_sums and walk.summed is not None else items
@@ -98,6 +100,8 @@ def _names(*names: str) -> frozenset[str]:
 
 
 _VIEWS = _names("ToCopy", "Clone", "Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ReshapeAlias")
+#: Of :mod:`lightning_mp.accumulation`: losses that say what their items are.
+_OWN = frozenset({"_NoLossBackward"})
 _SINK = "_DDPSinkBackward"  # all outputs of the wrapped module pass through it
 _PASSED = _VIEWS | _names("NanToNum") | {_SINK}
 _ADDS, _MULS, _DIVS, _STACKS = _names("Add", "Sub", "Neg"), _names("Mul"), _names("Div"), _names("Stack", "Cat")
@@ -241,10 +245,10 @@ class _Walk:
             means = [Mean(kind, total, only_factor, most=most)]
         else:
             means = _means_of_means(self._means)
-        if len(means) == 1 and self._sums and means[0].parts == 1:
-            only = means[0]
-            if isinstance(only.total, Tensor) or only.total == 1.0:
-                means = [replace(only, total=_none_if_empty(only.total, loss))]
+        if 0 < len(means) == len(self._sums):
+            total = means[0].total
+            if isinstance(total, Tensor) or total == 1.0:
+                means = _none_if_empty(means, loss)
         if not means and not self._has_zero:
             raise _Unreadable("nothing in it counts items")
         for mean in means:
@@ -296,10 +300,15 @@ def _means_of_means(found: list[Any]) -> list[Mean]:
     return result
 
 
-def _none_if_empty(divisor: Number, loss: Tensor) -> Number:
-    """A loss of 0 that was divided by 1 has no items: ``sum / n.clamp(min=1)``."""
-    is_empty = (divisor == 1.0) & (on_host(loss) == 0.0)
-    return torch.where(is_empty, 0.0, divisor) if isinstance(is_empty, Tensor) else divisor * (not is_empty)
+def _none_if_empty(sums: list[Mean], loss: Tensor) -> list[Mean]:
+    """A loss of 0 whose sums were divided by 1 has no items: ``sum / n.clamp(min=1)``."""
+    is_empty: bool | Tensor = on_host(loss) == 0.0
+    for mean in sums:
+        is_empty = is_empty & (mean.total == 1.0) & (mean.parts == 1)
+    if is_empty is False:
+        return sums
+    none = [torch.where(is_empty, 0.0, m.total) if isinstance(is_empty, Tensor) else 0.0 for m in sums]
+    return [replace(mean, total=total) for mean, total in zip(sums, none, strict=True)]
 
 
 def _is_of_weights(node: Any) -> bool:

@@ -79,7 +79,7 @@ class LossWeights:
         for other in known:
             if self._deciding(other)[0] < 0:
                 return self.weigh_equally(f"ranks count {means[0].kind} and {other.means[0].kind}")
-        if not means[0].is_even:
+        if not all(mean.is_even for mean in means):
             return self.weigh_equally("it is a mean of means over different numbers of items")
         self._forms = {first.form: factor}
         kinds = ", ".join(dict.fromkeys(mean.kind for mean in means))
@@ -167,7 +167,7 @@ class LossWeights:
         for index, mean in enumerate(means):
             expected = scale * first[index].total if is_same else scale
             is_close = abs(mean.total - expected) <= _CLOSE * expected  # type: ignore[operator]  # numbers, or tensors
-            is_known = is_known & is_close
+            is_known = is_known & is_close & mean.is_even
         if is_known is not True and len(means) > 1:
             why = self._out_of_proportion(reading)
         return Weight(main.total, is_known, why)
