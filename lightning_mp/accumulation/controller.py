@@ -409,7 +409,7 @@ class AccumulationController(Callback):
         if self._fit.has_no_loss:
             assert self.state.micro_batch is not None
             self._fit.has_no_loss = False
-            nothing = replace(self.state.micro_batch, measure=Measure(0, 0, 0, 0), share=0.0)
+            nothing = replace(self.state.micro_batch, measure=Measure(0, 0, 0, 0), part=windows.NOTHING)
             self.state = replace(self.state, micro_batch=nothing)
         weighing, weighting = self._fit.weighing, self.weighting
         if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_mp.accumulation.batch_split import Microbatch
@@ -37,20 +38,22 @@ class LossProbe:
         """Compares the losses of parts and of their halves; None if no part of this batch shows it.
 
         In eval mode, as dropout and BatchNorm change the loss of each part; where the step does not run in it, in
-        training mode. If the step draws random numbers, or runs in neither, a message says what is assumed.
+        training mode. If the step draws random numbers, a message says what is assumed.
 
         Raises:
-            MisconfigurationException: if the losses do not add up.
+            MisconfigurationException: if the losses do not add up, or there are none to compare.
         """
-        reason = ""
+        reason: Exception = _NoNumbersError("")
         for training in (False, True):
             try:
                 with self._mode(training=training), logging_muted(self._module):
                     return self._compare(batch, state, closure)
             except _NoNumbersError as error:
-                reason = str(error)
-        _say_what_is_assumed(reason, "mean")
-        return "mean"
+                reason = error
+        raise MisconfigurationException(
+            "MicroBatchOnOOM could not compare the loss of some samples with those of their halves, so it is not known"
+            f" whether a batch can be split: the training step, run once more, {reason}."
+        ) from reason
 
     def _compare(self, batch: Any, state: SplitState, closure: BatchClosure) -> LossForm | None:
         is_16_bit = "16" in str(self._trainer.precision)
@@ -59,7 +62,7 @@ class LossProbe:
             whole, halves = self._losses(comparison, closure)
             if not before.is_current():
                 form = likelier_form(whole, halves)
-                _say_what_is_assumed("the training step draws random numbers", form)
+                _say_what_is_assumed(form)
                 return form
             tolerance = _TOLERANCE_16_BIT if is_16_bit else _TOLERANCE
             found = loss_form(comparison.whole.samples, whole, halves, tolerance)
@@ -78,7 +81,7 @@ class LossProbe:
         except Exception as error:
             if is_out_of_memory(error) and fits:
                 raise
-            raise _NoNumbersError(f"it raised {type(error).__name__}: {error}") from error
+            raise _NoNumbersError(f"raised {type(error).__name__}: {error}") from error
 
     def _loss(self, part: Microbatch, closure: BatchClosure) -> PartLoss:
         arguments = {**closure.arguments, "batch": part.batch}
@@ -86,7 +89,7 @@ class LossProbe:
             output = self._module.training_step(*arguments.values())
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise _NoNumbersError("it returned no loss")
+            raise _NoNumbersError("returned no loss")
         count = self._controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
         return PartLoss(part.samples if count is None else count, float(loss.detach()))
 
@@ -102,9 +105,9 @@ class LossProbe:
                 module.training = mode
 
 
-def _say_what_is_assumed(reason: str, form: LossForm) -> None:
+def _say_what_is_assumed(form: LossForm) -> None:
     lightning_logger().warning(
-        "MicroBatchOnOOM could not compare the loss of a batch with those of its parts exactly, because"
-        f" {reason}: it is taken for their {form}. Losses that compare the samples of a batch with each other must not"
+        "MicroBatchOnOOM could not compare the loss of a batch with those of its parts exactly, because the training"
+        f" step draws random numbers: it is taken for their {form}. Losses that compare the samples of a batch with each other must not"
         " be split."
     )

@@ -163,6 +163,8 @@ class AccumulationState:
 
 
 _WHOLE = Part(1, None, 1.0, losses_add_up=False)
+#: In place of a micro-batch whose training step returned no loss.
+NOTHING = Part(0, None, 0.0, losses_add_up=False)
 
 
 def open_window(settings: AccumulationSettings, state: AccumulationState, progress: Progress) -> AccumulationState:

@@ -196,7 +196,8 @@ class _Walk:
         if (kind == "AccumulateGrad" or kind in _OF_WEIGHTS) and _is_of_weights(node):
             self._has_zero = self._has_zero or factor == 0.0
             return
-        if (kind in _ADDS or kind in _MULS or kind in _DIVS) and _are_all_zero(below):
+        clamped = bool(divisions) and divisions[-1][1] == 1.0  # no items: a sum of nothing divided by 1
+        if (kind in _ADDS or kind in _MULS or kind in _DIVS) and not clamped and _are_all_zero(below):
             factor = 0.0
         if name in _MEANS or (name not in _SUMS and node._saved_reduction == _MEAN):
             self._add_mean(node, name, shape, factor, divisions)

@@ -1,5 +1,6 @@
 """Losses whose batches do not fit: the whole's gradient, or a refusal with numbers, or equal weights and a line."""
 
+import logging
 import warnings
 from collections.abc import Callable
 from random import Random
@@ -8,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -35,7 +36,7 @@ class Model(pl.LightningModule):
         self.gradients: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if len(batch["x"]) > self.limit:
+        if len(batch["x"]) > self.limit and torch.is_grad_enabled():
             out_of_memory()
         with torch.autocast("cpu", enabled=False):
             loss = self.loss(self.net(batch["x"]), batch)
@@ -196,20 +197,26 @@ def test_a_step_without_a_loss_in_eval_mode_is_compared_in_training_mode(caplog:
     assert model.training
 
 
-def test_parts_of_one_sample_are_compared_without_a_graph(caplog: Any) -> None:
+def test_parts_of_one_sample_are_compared_without_a_graph() -> None:
     """Two samples do not fit with their graph."""
+    callback = MicroBatchOnOOM()
+    fit(Model(EXACT["sum"], 1), batches(), callback)
+    assert callback.state_dict() == {"size": 1, "form": "sum"}
+    with pytest.raises(MisconfigurationException, match="the loss of 2 samples is"):
+        fit(Model(JOINED["in-batch negatives"], 1), batches(), MicroBatchOnOOM())
 
-    class GraphNeedsMemory(Model):
+
+def test_a_loss_that_cannot_be_compared_is_refused_with_the_reason() -> None:
+    class Tight(Model):
+        """Two samples do not fit even without a graph."""
+
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if torch.is_grad_enabled() and len(batch["x"]) > 1:
+            if len(batch["x"]) > 1:
                 out_of_memory()
             return super().training_step(batch, batch_idx)
 
-    callback = MicroBatchOnOOM()
-    fit(GraphNeedsMemory(EXACT["sum"], FITS), batches(), callback)
-    assert callback.state_dict() == {"size": 1, "form": "sum"}
-    with pytest.raises(MisconfigurationException, match="the loss of 2 samples is"):
-        fit(GraphNeedsMemory(JOINED["in-batch negatives"], FITS), batches(), MicroBatchOnOOM())
+    with pytest.raises(MisconfigurationException, match="run once more, raised OutOfMemoryError: CUDA out of memory"):
+        fit(Tight(EXACT["sum"], FITS), batches(), MicroBatchOnOOM())
 
 
 def test_a_size_that_is_set_by_hand_is_checked_too() -> None:
@@ -231,28 +238,32 @@ def drawn_loss(random: Random) -> Loss:
     def loss(out: Tensor, batch: Any) -> Tensor:
         return outer(torch.stack([factor * term(out, batch) for term, factor in chosen]).sum())
 
+    names = {id(term): name for name, term in (EXACT | JOINED).items()}
+    note(" + ".join(f"{factor} * {names[id(term)]}" for term, factor in chosen) + f", {outer(torch.tensor(2.0))} of 2")
     return loss
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False))
-def test_a_split_batch_is_exact_or_refused_or_said(random: Random) -> None:
-    check_drawn(random)
+def test_a_split_batch_is_exact_or_refused_or_said(caplog: pytest.LogCaptureFixture, random: Random) -> None:
+    check_drawn(random, caplog.records)
 
 
 @pytest.mark.full
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False))
-def test_many_split_batches_are_exact_or_refused_or_said(random: Random) -> None:
-    check_drawn(random)
+def test_many_split_batches_are_exact_or_refused_or_said(caplog: pytest.LogCaptureFixture, random: Random) -> None:
+    check_drawn(random, caplog.records)
 
 
-def check_drawn(random: Random) -> None:
+def check_drawn(random: Random, lines: list[logging.LogRecord]) -> None:
     loss = drawn_loss(random)
     kind, window = random.choice(["stock", "plugin", "scheduler", "stock scheduler"]), random.choice([1, 1, 2, 4])
     data = batches(tuple(random.randint(4, 9) for _ in range(4)), random.randint(0, 10**6))
     whole, _ = trained(loss, data, FITS, kind, window)
+    note(f"{kind}, window {window}, rows {[len(batch['x']) for batch in data]}")
     split, refusal = Model(loss, random.choice([4, 3, 2, 1])), ""
+    lines.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         arguments = set_up(kind, window)
@@ -264,5 +275,5 @@ def check_drawn(random: Random) -> None:
         assert "neither their mean nor their sum" in refusal
         assert not split.gradients
         return
-    is_said = any("equal weights from here on" in str(one.message) for one in caught)
-    assert is_said or farthest(split, whole) < 1e-9
+    said = [str(one.message) for one in caught] + [record.getMessage() for record in lines]
+    assert any("equal weights" in line for line in said) or farthest(split, whole) < 1e-9

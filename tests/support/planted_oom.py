@@ -48,7 +48,7 @@ class Limited(pl.LightningModule):
         self.notes.rows.append((batch_idx, len(x)))
         too_large = len(x) > self.limit and batch_idx >= self.first
         middle = self.net[:3](x)
-        if too_large and self.where == "forward":
+        if too_large and self.where == "forward" and torch.is_grad_enabled():
             out_of_memory()
         if too_large:
             middle.register_hook(out_of_memory)
