@@ -483,7 +483,7 @@ class AccumulationController(Callback):
             # Ranks that share their data (tensor parallel) have counted it once each.
             totals_once = totals / (num_ranks // self._num_data_ranks)
             if weighing is not None and weighing.is_equal:
-                factor = windows.mean_of_losses(self.state, totals, num_ranks)
+                factor = windows.mean_of_losses(self.settings, self.state, totals, num_ranks)
             elif self.weight_by is not None:
                 factor = windows.normalisation(self.state, totals, num_ranks)
             is_single = windows.is_single_micro_batch_step(self.state)

@@ -325,10 +325,18 @@ def normalisation(state: AccumulationState, totals: Tensor, num_ranks: int) -> T
     return torch.where(totals[ITEMS] > 0, expected / torch.where(totals[ITEMS] > 0, totals[ITEMS], 1.0), 1.0)
 
 
-def mean_of_losses(state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
-    """With equal weights: where micro-batches had no loss, the gradient is the mean over the others."""
-    local, micro_batches = state.window.totals, state.window.position + 1
+def mean_of_losses(
+    settings: AccumulationSettings, state: AccumulationState, totals: Tensor, num_ranks: int
+) -> Tensor | None:
+    """The same with equal weights: the gradient is the mean over the micro-batches that had a loss.
+
+    In Lightning's own windows only what Lightning does not do is made up for: ranks without a loss are left out, but a
+    short window stays divided by the length of a full one.
+    """
+    local, micro_batches = state.window.totals, float(state.window.planned)
     assert local is not None
+    if settings.weighting is None or settings.weighting.weight_by is None:
+        micro_batches = state.window.position + 1 if num_ranks > 1 else local.host[LOSSES]
     if num_ranks == 1 and local.host[LOSSES] == micro_batches:
         return None
     losses = totals[LOSSES]

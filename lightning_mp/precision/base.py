@@ -62,6 +62,7 @@ class PluginRun:
     plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
     planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
     gradients_before_backward: GradientsBeforeBackward = field(default_factory=dict)  # of manual optimization
+    weighs: bool = False  # micro-batches are weighed, or there is nothing to weigh
 
     @property
     def is_fit(self) -> bool:
@@ -161,7 +162,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._in_run = run = self._begin_run(trainer)
         self._carry(device_type=trainer.strategy.root_device.type)
         Patches.of(trainer).at_end(self._end)
-        if self.weight_by is not None and run.is_fit:
+        run.weighs = self.weight_by is None
+        if not run.weighs and run.is_fit:
             self._weigh_micro_batches(trainer)
         return module
 
@@ -173,11 +175,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         scheduler = RunState.of(trainer).callback(GradientAccumulationScheduler)
         several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1 or scheduler is not None
         if several and trainer.lightning_module.automatic_optimization:
+            self._run.weighs = True
             AccumulationController.weigh_by_loss(trainer)
 
     def _weigh_from_here(self, trainer: "pl.Trainer") -> None:
         """Accumulation begins inside of a fit: a callback has written ``trainer.accumulate_grad_batches``."""
-        module = trainer.lightning_module
+        module, self._run.weighs = trainer.lightning_module, True
         if not module.automatic_optimization or AccumulationController.of(trainer) is not None:
             return
         controller = AccumulationController.weigh_by_loss(trainer)
@@ -430,7 +433,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """The forward context; a batch of manual optimization begins here, and the last one's scale update is made."""
         context, run = self.forward_context(), self._in_run
         self._update_scale(run)
-        if run is not None and run.trainer.accumulate_grad_batches != 1 and self.weight_by is not None:
+        if run is not None and not run.weighs and run.trainer.accumulate_grad_batches != 1 and run.is_fit:
             self._weigh_from_here(run.trainer)
         return context
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_mp.core.saved_tensors import saved_tensor
+
 #: A float where the host knows it; a scalar tensor where it would have to wait for the device.
 Number = float | Tensor
 
@@ -227,12 +229,11 @@ class _Walk:
             )
             return
         # What a cross-entropy is divided by: its targets that are not ignored, or the sum of their class weights.
-        saved, classes = node._raw_saved_total_weight, shape[min(1, len(shape) - 1)]
-        value = saved.data if saved.unpack_hook is None else None
-        if type(value) is Tensor and value.dtype.itemsize < 4 and node._saved_weight is None:
+        value, classes = saved_tensor(node._raw_saved_total_weight), shape[min(1, len(shape) - 1)]
+        if value is not None and value.dtype.itemsize < 4 and node._saved_weight is None:
             total = _targets_of(node)  # 16 bits round a number of targets
         else:
-            total = on_host(value) if type(value) is Tensor else None
+            total = on_host(value) if value is not None else None
         if total is None:
             raise _Unreadable("saved-tensor hooks or a sharded loss hide how many targets it counts")
         self._means.append((f"targets of {classes} classes", total, factor, divisions, number / max(classes, 1)))
@@ -246,9 +247,9 @@ class _Walk:
             means = [Mean(kind, total, only_factor, most=most)]
         else:
             means = _means_of_means(self._means)
-        if 0 < len(means) == len(self._sums):
+        if means and len(self._means) == len(self._sums):
             total = means[0].total
-            if isinstance(total, Tensor) or total == 1.0:
+            if isinstance(total, Tensor) or total == means[0].parts:
                 means = _none_if_empty(means, loss)
         if not means and not self._has_zero:
             raise _Unreadable("nothing in it counts items")
@@ -286,15 +287,16 @@ def _means_of_means(found: list[Any]) -> list[Mean]:
         for _, total, factor, divisions, _ in group:
             is_even = is_even & (total == group[0][1])
             for _, above in divisions:
-                factor = factor / above if factor is not None and isinstance(above, float) and above else None
+                known = factor is not None and isinstance(above, float)
+                factor = (factor / above if above else math.inf) if known else None
             factors.append(factor)
         if isinstance(divisor, float) and divisor == len(group):
             _, total, _, _, most = group[0]
             parts = len(group)
-            known = None if None in factors else math.fsum(factors)  # type: ignore[arg-type]  # no None
-            result.append(Mean(f"means of {kind}", total * parts, known, parts, is_even, most * parts))
+            joined = None if None in factors else math.fsum(factors)  # type: ignore[arg-type]  # no None
+            result.append(Mean(f"means of {kind}", total * parts, joined, parts, is_even, most * parts))
             continue
-        if at is not None:
+        if at is not None and not (isinstance(divisor, float) and divisor == 0.0):
             kind = f"{kind} / {divisor:g}" if isinstance(divisor, float) else f"{kind} / a number of the device"
         for (_, total, _, _, most), factor in zip(group, factors, strict=True):
             result.append(Mean(kind, total, factor, most=most))
@@ -305,7 +307,7 @@ def _none_if_empty(sums: list[Mean], loss: Tensor) -> list[Mean]:
     """A loss of 0 whose sums were divided by 1 has no items: ``sum / n.clamp(min=1)``."""
     is_empty: bool | Tensor = on_host(loss) == 0.0
     for mean in sums:
-        is_empty = is_empty & (mean.total == 1.0) & (mean.parts == 1)
+        is_empty = is_empty & (mean.total == mean.parts)
     if is_empty is False:
         return sums
     none = [torch.where(is_empty, 0.0, m.total) if isinstance(is_empty, Tensor) else 0.0 for m in sums]
@@ -360,9 +362,8 @@ def _are_scalars(outputs: Any) -> bool:
 
 
 def _targets_of(cross_entropy: Any) -> Number | None:
-    target = cross_entropy._raw_saved_target
-    value = target.data if target.unpack_hook is None else None
-    return on_host((value != cross_entropy._saved_ignore_index).sum()) if type(value) is Tensor else None
+    targets = saved_tensor(cross_entropy._raw_saved_target)
+    return None if targets is None else on_host((targets != cross_entropy._saved_ignore_index).sum())
 
 
 def _saved_number(node: Any, name: str) -> Number | None:
@@ -370,8 +371,8 @@ def _saved_number(node: Any, name: str) -> Number | None:
     saved = getattr(node, f"_raw_saved_{name}", None)
     if saved is None:
         return float(getattr(node, f"_saved_{name}"))
-    value = saved.data if saved.unpack_hook is None else None
-    return on_host(value) if type(value) is Tensor and value.numel() == 1 else None
+    value = saved_tensor(saved)
+    return on_host(value) if value is not None and value.numel() == 1 else None
 
 
 def on_host(value: Tensor) -> Number:
