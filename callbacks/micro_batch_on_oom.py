@@ -232,7 +232,6 @@ def _refuse_on_several_ranks(trainer: "pl.Trainer", pl_module: "pl.LightningModu
 
 def _warn_about_mixing_layers(names: list[str]) -> None:
     rank_zero_warn(
-        f"MicroBatchOnOOM: {len(names)} layers ({listed(names)}) normalise over the samples of a batch. If a"
-        " micro-batch is split, they normalise over each part of it, which has two samples or more, and the gradient is"
-        " not that of the whole. GroupNorm and LayerNorm do not mix samples."
+        f"MicroBatchOnOOM: {len(names)} layers ({listed(names)}) normalise over the samples of a batch; in a split one,"
+        " over those of each part, two or more, so the gradient is another. GroupNorm and LayerNorm do not mix samples."
     )

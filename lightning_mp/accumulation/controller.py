@@ -387,11 +387,14 @@ class AccumulationController(Callback):
             return 1.0
         return micro_batch.part.share if micro_batch.part.losses_add_up else micro_batch.factor
 
-    def count_of_part(self, part: Any, loss: Tensor) -> float | None:
-        """What a part would weigh in the mean of its micro-batch, None if that is its samples. Waits for the device."""
+    def count_of_part(self, part: Any, loss: Tensor) -> tuple[float, bool] | None:
+        """What a part would weigh in the mean of its micro-batch, and whether its loss shows that it is a mean over it.
+
+        None if it would weigh its samples. Waits for the device.
+        """
         weighing, meter = self._fit.weighing, self._fit.meter
         if self._is_weighed_by_hand and self.weight_by in ("token", "sample") and meter is not None:
-            return float(meter.weighting.measure(part).items)
+            return float(meter.weighting.measure(part).items), False
         return weighing.count(loss) if weighing is not None and weighing.source == "loss" else None
 
     @property

@@ -14,26 +14,25 @@ class PartLoss(NamedTuple):
 
     items: float  # what it is a mean over
     loss: float  # of no use if it counts nothing
+    is_mean: bool = False  # its graph shows a mean over these
 
 
-def loss_form(samples: int, whole: float, halves: Sequence[PartLoss], tolerance: float) -> LossForm | None:
+def loss_form(whole: float, halves: Sequence[PartLoss], tolerance: float) -> LossForm | Literal["neither"] | None:
     """How the loss of some samples is made of those of their halves; None if these do not show it.
 
     Args:
-        samples: how many there are, for the message.
         whole: the loss of all of them.
         halves: what each half counts, and its loss.
         tolerance: by how much the numbers may differ, relative to their size.
 
-    Raises:
-        MisconfigurationException: if it is neither their mean by counts nor their sum.
-
     Example:
-        >>> loss_form(4, 2.5, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
+        >>> loss_form(2.5, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
         'mean'
-        >>> loss_form(4, 5.0, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
+        >>> loss_form(5.0, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
         'sum'
-        >>> loss_form(4, 3.0, [PartLoss(2, 3.0), PartLoss(0, float("nan"))], 1e-3) is None
+        >>> loss_form(1.0, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
+        'neither'
+        >>> loss_form(3.0, [PartLoss(2, 3.0), PartLoss(0, float("nan"))], 1e-3) is None
         True
     """
     counting = [half for half in halves if half.items > 0]
@@ -42,20 +41,21 @@ def loss_form(samples: int, whole: float, halves: Sequence[PartLoss], tolerance:
     mean, total = mean_and_sum(counting)
     size = max(abs(whole), sum(abs(half.loss) for half in counting))
     is_mean, is_sum = abs(mean - whole) <= tolerance * size, abs(total - whole) <= tolerance * size
-    # A half without a loss lets any mean look like a sum, and one that counts nothing is no test of a mean.
-    has_loss = all(abs(half.loss) > tolerance * size for half in counting)
-    if is_mean and (is_sum or len(counting) < len(halves)):
-        return None
     if is_mean:
-        return "mean"
-    if is_sum and has_loss and len(counting) == len(halves):
-        return "sum"
+        # A half that counts nothing is no test of a mean.
+        return None if is_sum or len(counting) < len(halves) else "mean"
+    # Nor is one without a loss a test of a sum: any mean looks like one then.
+    has_losses = all(abs(half.loss) > tolerance * size for half in counting)
+    return "sum" if is_sum and has_losses and len(counting) == len(halves) else "neither"
+
+
+def not_additive(samples: int, whole: float, halves: Sequence[PartLoss]) -> MisconfigurationException:
+    """The refusal of a loss that is neither the mean nor the sum of its parts' losses."""
     losses = " and ".join(f"{half.loss:.4g} (over {half.items:g})" for half in halves)
-    raise MisconfigurationException(
+    return MisconfigurationException(
         f"MicroBatchOnOOM: the loss of {samples} samples is {whole:.4g}, those of their halves are {losses}: it is"
-        " neither their mean nor their sum, as with a loss that compares the samples of a batch with each other, so a"
-        " batch that does not fit into memory cannot be split. Use a smaller batch in the data loader,"
-        " ActivationCheckpointing, or a loss that is a mean or a sum over samples."
+        " neither their mean nor their sum, so the batch cannot be split. Use a smaller batch, or"
+        " ActivationCheckpointing."
     )
 
 

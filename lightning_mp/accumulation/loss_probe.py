@@ -11,19 +11,24 @@ from torch import Tensor
 
 from lightning_mp.accumulation.batch_split import Microbatch
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.loss_form import LossForm, PartLoss, likelier_form, loss_form
+from lightning_mp.accumulation.loss_form import LossForm, PartLoss, likelier_form, loss_form, not_additive
 from lightning_mp.accumulation.out_of_memory import is_out_of_memory
 from lightning_mp.accumulation.split_state import Comparison, SplitState
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.private_loop_api import BatchClosure
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.modules.state import logging_muted
+from lightning_mp.tokens.batch_tokens import declared_divisor
 
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 3e-2  # relative; autocast rounds each loss by itself
 
 
 class _NoNumbersError(Exception):
     """Losses cannot be compared; the text says why."""
+
+    def __init__(self, text: str, *, are_means: bool = False) -> None:
+        super().__init__(text)
+        self.are_means = are_means  # as far as their graphs show it
 
 
 class LossProbe:
@@ -35,7 +40,7 @@ class LossProbe:
         self._trainer, self._module, self._controller = trainer, pl_module, controller
 
     def form_of(self, batch: Any, state: SplitState, closure: BatchClosure) -> LossForm | None:
-        """Compares the losses of parts and of their halves; None if no part of this batch shows it.
+        """Compares the losses of the first parts and of their halves, one by one; None if none of them shows it.
 
         In eval mode, as dropout and BatchNorm change the loss of each part; where the step does not run in it, in
         training mode. If the step draws random numbers, a message says what is assumed.
@@ -43,35 +48,46 @@ class LossProbe:
         Raises:
             MisconfigurationException: if the losses do not add up, or there are none to compare.
         """
-        reason: Exception = _NoNumbersError("")
+        reason = _NoNumbersError("")
         for training in (False, True):
             try:
                 with self._mode(training=training), logging_muted(self._module):
                     return self._compare(batch, state, closure)
             except _NoNumbersError as error:
                 reason = error
+        if reason.are_means:
+            _say_what_is_assumed(f"the training step, run once more, {reason}", "mean")
+            return "mean"
         raise MisconfigurationException(
-            "MicroBatchOnOOM could not compare the loss of some samples with those of their halves, so it is not known"
-            f" whether a batch can be split: the training step, run once more, {reason}."
+            "MicroBatchOnOOM cannot compare the loss of some samples with those of their halves, to see whether a batch"
+            f" can be split: the training step, run once more, {reason}. Use a smaller batch."
         ) from reason
 
     def _compare(self, batch: Any, state: SplitState, closure: BatchClosure) -> LossForm | None:
         is_16_bit = "16" in str(self._trainer.precision)
         before = RandomState.capture(self._module.device)
+        form: LossForm | None = None
         for comparison in state.comparisons(batch):
             whole, halves = self._losses(comparison, closure)
             if not before.is_current():
                 form = likelier_form(whole, halves)
-                _say_what_is_assumed(form)
+                _say_what_is_assumed("the training step draws random numbers", form)
                 return form
             tolerance = _TOLERANCE_16_BIT if is_16_bit else _TOLERANCE
-            found = loss_form(comparison.whole.samples, whole, halves, tolerance)
-            if found is not None:
-                return found
-        return None
+            found = loss_form(whole, halves, tolerance)
+            if found == "neither" and declared_divisor(batch) is not None:
+                total = sum(half.loss for half in halves)
+                if abs(total - whole) <= tolerance * abs(whole):
+                    found = None  # a sum over that number, and a half without targets
+            # All of them: a half without labels lets a mean plus a sum look like a sum.
+            if found == "neither" or (found is not None and form not in (None, found)):
+                raise not_additive(comparison.whole.samples, whole, halves)
+            form = found or form
+        return form
 
     def _losses(self, comparison: Comparison, closure: BatchClosure) -> tuple[float, list[PartLoss]]:
         whole, halves, fits = comparison
+        found: list[PartLoss] = []
         try:
             found = [self._loss(half, closure) for half in halves]
             with torch.set_grad_enabled(fits):
@@ -79,9 +95,10 @@ class LossProbe:
         except _NoNumbersError:
             raise
         except Exception as error:
-            if is_out_of_memory(error) and fits:
+            if is_out_of_memory(error) and (fits or not found):
                 raise
-            raise _NoNumbersError(f"raised {type(error).__name__}: {error}") from error
+            are_means = bool(found) and all(half.is_mean for half in found)
+            raise _NoNumbersError(f"raised {type(error).__name__}: {error}", are_means=are_means) from error
 
     def _loss(self, part: Microbatch, closure: BatchClosure) -> PartLoss:
         arguments = {**closure.arguments, "batch": part.batch}
@@ -90,8 +107,9 @@ class LossProbe:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise _NoNumbersError("returned no loss")
-        count = self._controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
-        return PartLoss(part.samples if count is None else count, float(loss.detach()))
+        counted = self._controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
+        items, is_mean = (part.samples, False) if counted is None else counted
+        return PartLoss(items, float(loss.detach()), is_mean)
 
     @contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
@@ -105,9 +123,8 @@ class LossProbe:
                 module.training = mode
 
 
-def _say_what_is_assumed(form: LossForm) -> None:
+def _say_what_is_assumed(reason: str, form: LossForm) -> None:
     lightning_logger().warning(
-        "MicroBatchOnOOM could not compare the loss of a batch with those of its parts exactly, because the training"
-        f" step draws random numbers: it is taken for their {form}. Losses that compare the samples of a batch with each other must not"
-        " be split."
+        f"MicroBatchOnOOM cannot tell exactly how losses of parts add up, because {reason}: the loss of a batch is"
+        f" taken for their {form}. It must not compare samples with each other."
     )

@@ -32,7 +32,7 @@ class LimitedLanguageModel(LanguageModel):
     limit = 10**9
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if len(batch["input_ids"]) > self.limit:
+        if len(batch["input_ids"]) > self.limit and torch.is_grad_enabled():
             out_of_memory()
         return super().training_step(batch, batch_idx)
 
@@ -122,8 +122,7 @@ def test_backward_runs_outside_of_autocast_under_a_stock_plugin():
             loss.backward()
 
     model = Watched(4)
-    with pytest.warns(UserWarning, match=r"equal weights from here on.*Watched\.backward may write gradients"):
-        fit(model, loader(regression_batches(1, batch_size=8)), MicroBatchOnOOM(), precision="bf16-mixed")
+    fit(model, loader(regression_batches(1, batch_size=8)), MicroBatchOnOOM(), precision="bf16-mixed")
     assert seen == [False] * 2
 
 

@@ -49,6 +49,8 @@ GUARDED_ELSEWHERE = {
     *("_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"),
     # precision/test_master_weights_checkpoints.py, test_master_weights_setup.py
     *("_average_model", "_use_lottery_ticket_hypothesis"),
+    # accumulation/test_micro_batch_on_oom.py
+    *("_zero_grad_fn", "_backward_fn"),
     # resume/test_exact_resume.py
     *("_num_yielded", "_forward_cache", "_computed", "_update_count", "_logger_connector", "_first_loop_iter"),
     "_callback_metrics",
