@@ -86,6 +86,7 @@ notebooks: $(INSTALLED)
 docs: $(INSTALLED)
 	rm -rf docs/api
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -b html docs build/docs
+	$(RUN) scripts/check_search.py build/docs
 	@echo "open build/docs/index.html"
 
 drawings: $(INSTALLED)

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +29,7 @@ from lightning_mp.core.ranks import world_size
 from lightning_mp.core.saved_state import MAPPING, POSITIVE_COUNT, Kind, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
+from lightning_mp.modules.compiled_names import translate_on_load
 from lightning_mp.resume.differences import EXACT_RESUME_KEY
 from lightning_mp.resume.loader_position import LoaderPosition, StreamPosition, why_unsupported
 from lightning_mp.resume.random_numbers import captured, restore
@@ -72,6 +73,9 @@ class ExactResume(SettingsRepr, Callback):
     sampler again, without loading their samples. Loaders with a ``state_dict``, such as torchdata's
     ``StatefulDataLoader``, and iterable datasets with one (without workers), continue from it.
 
+    A checkpoint of a module with parts that are ``torch.compile(part)`` fits one without, and the other way round, in
+    ``fit`` and in ``validate``, ``test`` and ``predict``.
+
     It changes a run in three ways: each batch that a worker process loads has its own seed, so that augmentation does
     not depend on what the worker loaded before; a validation loader with ``persistent_workers`` no longer advances the
     random generators of the process when it starts its workers; and a batch sampler that draws when its iterator is
@@ -93,6 +97,9 @@ class ExactResume(SettingsRepr, Callback):
         >>> trainer = pl.Trainer(callbacks=[ExactResume()], accelerator="cpu", logger=False)
     """
 
+    #: Names in a checkpoint fit compiled and eager modules alike.
+    translates_names: ClassVar[bool] = True
+
     def __init__(self, *, on_unsupported: Literal["warn", "error"] = "warn", record: str | Path | None = None) -> None:
         if on_unsupported not in ("warn", "error"):
             raise ValueError(f"ExactResume(on_unsupported={on_unsupported!r}): it must be 'warn' or 'error'.")
@@ -107,10 +114,11 @@ class ExactResume(SettingsRepr, Callback):
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Records loaders as they are created, and the moments from which a checkpoint may be written."""
         refuse_other_trainers(self, trainer)
+        patches = Patches.of(trainer)
+        patches.at_end(translate_on_load(pl_module).remove)
         if trainer.state.fn != TrainerFn.FITTING:
             return
         self._fit = fit = _Fit()
-        patches = Patches.of(trainer)
         # Before it lets the epoch of a checkpoint continue or end.
         progress = ResumableProgress.attach(trainer)
         patches.around(progress, "on_train_start", before=lambda: self._restore_metrics(trainer))

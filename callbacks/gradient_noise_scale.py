@@ -404,7 +404,8 @@ def _accumulates_locally(trainer: "pl.Trainer") -> bool:
 def _weight(trainer: "pl.Trainer") -> float | Tensor:
     """What the controller multiplies this micro-batch's loss by."""
     controller = AccumulationController.of(trainer)
-    return controller.loss_factor if controller is not None else 1.0
+    micro_batch = controller.state.micro_batch if controller is not None else None
+    return micro_batch.factor if micro_batch is not None else 1.0
 
 
 def _square_scale(trainer: "pl.Trainer", like: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,13 +21,12 @@ from lightning_mp.accumulation.boundary import (
     repeated_losses,
 )
 from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
-from lightning_mp.accumulation.missing_losses import replace_missing_losses
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
 from lightning_mp.accumulation.schedule import Progress, TargetBatch
-from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.accumulation.weighing import MicroBatchWeighing
+from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch, Part
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE, checked_state, or_none
 from lightning_mp.gradients import gradient_ops
@@ -39,7 +38,10 @@ from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
-from lightning_mp.tokens.loss_weights import LossWeights
+
+if TYPE_CHECKING:
+    from lightning_mp.accumulation.weighing import MicroBatchWeighing
+    from lightning_mp.tokens.loss_weights import LossWeights
 
 
 @dataclass
@@ -47,11 +49,12 @@ class _Fit:
     """What one fit has settled, and what is under way in it."""
 
     meter: MicroBatchMeter | None = None  # from the first batch on, if micro-batches are counted or weighed
-    weighing: MicroBatchWeighing | None = None  # from the start of the fit on, if micro-batches are weighed
+    weighing: "MicroBatchWeighing | None" = None  # from the start of the fit on, if micro-batches are weighed
     boundary: AccumulationBoundary | None = None
     before_steps: list[Callable[[], None]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
     is_in_backward: bool = False
+    takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which nobody sees before
     has_no_loss: bool = False  # of the current micro-batch, on this rank; others may have one
 
 
@@ -86,7 +89,7 @@ class AccumulationController(Callback):
         self.settings = AccumulationSettings(micro_batches)
         self.state = AccumulationState()
         self.counter = TokenCounter()
-        self.losses = LossWeights()
+        self.losses = _nothing_known()
         self._fit = _Fit()
         self._has_fitted = False
         self._is_plugins = False
@@ -111,7 +114,7 @@ class AccumulationController(Callback):
             controller.settings.constant = int(trainer.accumulate_grad_batches)
         controller._is_plugins = False
         if controller._has_fitted:  # another fit: what it knows of losses it learns anew, and says so
-            controller._has_fitted, controller.losses = False, LossWeights()
+            controller._has_fitted, controller.losses = False, _nothing_known()
             controller.state = replace(controller.state, reference_items=None)
         # After all callbacks' hooks: one of them may write a checkpoint of an open window on an exception.
         Patches.of(trainer).at_end(lambda: controller.release(trainer))
@@ -165,11 +168,6 @@ class AccumulationController(Callback):
         """The present micro-batch; None where micro-batches are not weighted."""
         return self.state.micro_batch.measure if self.state.micro_batch is not None else None
 
-    @property
-    def loss_factor(self) -> float | Tensor:
-        """By what the current micro-batch's loss was multiplied, beside Lightning's division; 1.0 without weights."""
-        return self.state.micro_batch.factor if self.state.micro_batch is not None else 1.0
-
     def input_tokens(self, batch: Any) -> int:
         """Tokens of a batch like this over all ranks: with padding, or those of ``count``."""
         assert self.weighting is not None
@@ -198,14 +196,11 @@ class AccumulationController(Callback):
         if not self.settings.follows_trainer:
             refuse_repeated_losses(trainer)
         self.state = replace(self.state, end_tokens=None)
+        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+            self._fit.takes_iterator = True
+            refuse_counts_of_unseen_batches(self.settings)
         if self.settings.weighting is not None:
-            self._fit.weighing = MicroBatchWeighing(trainer, self.settings, self.losses)
-            if pl_module.automatic_optimization:
-                replace_missing_losses(trainer, lambda: setattr(self._fit, "has_no_loss", True))
-            if overrides(pl_module, pl.LightningModule, "backward"):
-                self.weigh_equally(f"{type(pl_module).__name__}.backward may write gradients of other losses")
-            elif again := [o for o in trainer.optimizers if requires_closure(o)]:
-                self.weigh_equally(f"{type(again[0]).__name__} evaluates the loss again inside of a step")
+            self._start_weighing(trainer, pl_module)
         if self.settings.weighting is not None and not self.settings.follows_trainer:
             self._fit.boundary = AccumulationBoundary(
                 trainer,
@@ -216,6 +211,18 @@ class AccumulationController(Callback):
                 checkpoints_wait=not self.settings.saves_partial_gradients,
                 carries_over=self.settings.carries_over,
             )
+
+    def _start_weighing(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        from lightning_mp.accumulation.missing_losses import replace_missing_losses
+        from lightning_mp.accumulation.weighing import MicroBatchWeighing
+
+        self._fit.weighing = MicroBatchWeighing(trainer, self.settings, self.losses)
+        if pl_module.automatic_optimization:
+            replace_missing_losses(trainer, lambda: setattr(self._fit, "has_no_loss", True))
+        if overrides(pl_module, pl.LightningModule, "backward"):
+            self.weigh_equally(f"{type(pl_module).__name__}.backward may write gradients of other losses")
+        elif again := [o for o in trainer.optimizers if requires_closure(o)]:
+            self.weigh_equally(f"{type(again[0]).__name__} evaluates the loss again inside of a step")
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues a window that was saved open; ends a resumed run at once if its budget is spent."""
@@ -286,12 +293,13 @@ class AccumulationController(Callback):
             return
         if fit.meter is not None and fit.meter.has_trimmed:
             fit.meter.restore_labels()
+        index = trainer.fit_loop.epoch_loop.batch_idx if fit.takes_iterator else batch_idx
         if settings.follows_trainer:
             if not pl_module.automatic_optimization:
                 return
-            if batch_idx % int(trainer.accumulate_grad_batches) == 0 or self.state.window.totals is None:
+            if index % int(trainer.accumulate_grad_batches) == 0 or self.state.window.totals is None:
                 self.state = windows.close_early(self.state)
-        is_first = fit.meter is None
+        is_first = fit.meter is None and not fit.takes_iterator
         if is_first and (settings.weighting.weight_by is not None or not settings.follows_trainer):
             fit.meter = self._inspect_first_batch(trainer, pl_module, batch)
         meter, opens, ends_run = fit.meter, not self.state.window.is_open, False
@@ -302,7 +310,7 @@ class AccumulationController(Callback):
             budget = None if settings.budget is None and self.state.end_tokens is None else self.budget
             if budget is not None or meter.looks_at_rows:
                 measure, ends_run = meter.look(batch, measure, self.state.window, budget)
-        ends_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
+        ends_epoch = trainer.is_last_batch or index + 1 >= trainer.num_training_batches
         another_follows = settings.carries_over and another_epoch_follows(trainer)
         micro_batch = MicroBatch(measure, ends_run, ends_epoch, another_follows, is_repeated=trainer.current_epoch > 0)
         if opens:
@@ -315,17 +323,26 @@ class AccumulationController(Callback):
         self.state = windows.begin_micro_batch(settings, self.state, micro_batch)
         if fit.weighing is not None:
             fit.weighing.may_meet = True
-        if settings.follows_trainer:
-            return
-        window = self.state.window
-        if fit.boundary is not None:
-            fit.boundary.begin(closes=window.closes, last_of_epoch=ends_epoch)
-        trainer.accumulate_grad_batches = AccumulateGradBatches(
-            window.planned, batch_idx=batch_idx, opens=opens, closes=window.closes, total=settings.total_steps
-        )
+        self._set_lightnings_window(trainer, batch_idx, opens=opens, ends_epoch=ends_epoch)
         if is_first:
             for function in fit.at_first_batch:
                 function(batch)
+
+    def _set_lightnings_window(self, trainer: "pl.Trainer", batch_idx: int, *, opens: bool, ends_epoch: bool) -> None:
+        """Has Lightning clear gradients where the window opens, and step where it closes."""
+        settings, fit, window = self.settings, self._fit, self.state.window
+        num_ready = trainer.fit_loop.epoch_loop.batch_idx + 1 if fit.takes_iterator else batch_idx + 1
+        planned, closes = window.planned, window.closes
+        if settings.follows_trainer:
+            if not fit.takes_iterator:
+                return
+            planned = int(trainer.accumulate_grad_batches)
+            closes = num_ready % planned == 0
+        elif fit.boundary is not None:
+            fit.boundary.begin(closes=closes, last_of_epoch=ends_epoch)
+        trainer.accumulate_grad_batches = AccumulateGradBatches(
+            planned, batch_idx=batch_idx, num_ready=num_ready, opens=opens, closes=closes, total=settings.total_steps
+        )
 
     # -- a micro-batch that runs in parts ------------------------------------------------------------------------------
 
@@ -418,7 +435,8 @@ class AccumulationController(Callback):
         if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
             assert weighting is not None
             self.state = weighing.weigh(self.state, weighting, loss)
-            factor = self.loss_factor
+            assert self.state.micro_batch is not None
+            factor = self.state.micro_batch.factor
             divided_by = int(trainer.accumulate_grad_batches)
             if divided_by != self.state.window.planned:  # it was set inside of a window
                 factor = factor * (divided_by / self.state.window.planned)
@@ -456,6 +474,8 @@ class AccumulationController(Callback):
         if self.settings.follows_trainer:  # Lightning decides where a window ends
             window = self.state.window
             self.state = replace(self.state, window=replace(window, is_open=window.totals is not None))
+            if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
+                trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
         self._fit.is_in_backward = False
         if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
             self._fit.boundary.end()
@@ -473,8 +493,9 @@ class AccumulationController(Callback):
         hands them to :meth:`close_window`.
         """
         totals = self.state.window.totals
-        is_there = totals is not None and (totals.micro_batches or self._num_ranks > 1)
-        return totals.tensor(device) if totals is not None and is_there else None
+        if totals is None or (totals.micro_batches == 0 and world_size() == 1):
+            return None
+        return totals.tensor(device)
 
     def close_window(self, totals: Tensor | None) -> Tensor | None:
         """Books a window, if there is one, before an optimizer steps or skips its step."""
@@ -482,30 +503,21 @@ class AccumulationController(Callback):
         local, micro_batch = self.state.window.totals, self.state.micro_batch
         if totals is not None:
             assert local is not None
-            num_ranks, weighing = self._num_ranks, self._fit.weighing
+            num_ranks, weighing = world_size(), self._fit.weighing
             # Ranks that share their data (tensor parallel) have counted it once each.
             totals_once = totals / (num_ranks // self._num_data_ranks)
-            if weighing is not None and weighing.is_equal:
-                factor = windows.mean_of_losses(self.settings, self.state, totals, num_ranks)
-            elif self.weight_by is not None:
-                factor = windows.normalisation(self.state, totals, num_ranks)
-            is_single = windows.is_single_micro_batch_step(self.state)
+            if weighing is not None:
+                factor = weighing.normalisation(self.state, totals, num_ranks)
             self.state = windows.take_totals(self.state)
             is_repeated = micro_batch is not None and micro_batch.is_repeated
             copy = self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
-            if weighing is not None and weighing.source is not None and not is_single:
-                weighing.close_window(copy)
-                if totals.device.type == "cpu":  # it is here: what has changed is said in its own step
-                    self.state = weighing.settle_window(self.state)
+            if weighing is not None:
+                self.state = weighing.close_window(self.state, copy, are_here=totals.device.type == "cpu")
         for function in self._fit.before_steps:
             function()
         return factor
 
     # -- what a micro-batch needs of its Trainer -----------------------------------------------------------------------
-
-    @property
-    def _num_ranks(self) -> int:
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     @property
     def _num_data_ranks(self) -> int:
@@ -588,7 +600,14 @@ class AccumulationController(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
         state = AccumulationState.read(state_dict)
-        LossWeights().load_state_dict(state_dict.get("losses"))  # raises before anything is changed
+        _nothing_known().load_state_dict(state_dict.get("losses"))  # raises before anything is changed
         self.counter.load_state_dict(state_dict.get("counter", {}))
         self.losses.load_state_dict(state_dict["losses"])
         self.state = state
+
+
+def _nothing_known() -> "LossWeights":
+    """Imported here: who only monitors a run need not read how losses are weighed."""
+    from lightning_mp.tokens.loss_weights import LossWeights
+
+    return LossWeights()

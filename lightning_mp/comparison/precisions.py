@@ -9,10 +9,18 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
+from lightning_mp.precision.fp8.conversion import Float8Recipe
 
 PluginFactory = Callable[[], Precision]
 
-# From the device type to a plugin. fp8 is emulated on a CPU: some take seconds for a step with torch's own product.
+
+def _fp8(recipe: Float8Recipe, device_type: str) -> Float8Precision:
+    """Emulated on a CPU, where some take seconds for a step with torch's own product, and speed is no question."""
+    on_cpu = device_type == "cpu"
+    return Float8Precision(recipe, emulate=on_cpu, skip_small=not on_cpu)
+
+
+# From the device type to a plugin.
 _BY_NAME: Mapping[str, Callable[[str], Precision]] = MappingProxyType(
     {
         "64-true": lambda device_type: DoublePrecision(),
@@ -26,8 +34,9 @@ _BY_NAME: Mapping[str, Callable[[str], Precision]] = MappingProxyType(
         "bf16-24bit": lambda device_type: MasterWeightsPrecision("bf16-true", storage="24bit"),
         "16-true": lambda device_type: MasterWeightsPrecision("16-true"),
         "16-masters": lambda device_type: MasterWeightsPrecision("16-true"),
-        "fp8-mixed": lambda device_type: Float8Precision("rowwise", emulate=device_type == "cpu"),
-        "fp8-tensorwise": lambda device_type: Float8Precision("tensorwise", emulate=device_type == "cpu"),
+        "fp8-mixed": lambda device_type: _fp8("tensorwise", device_type),
+        "fp8-tensorwise": lambda device_type: _fp8("tensorwise", device_type),
+        "fp8-rowwise": lambda device_type: _fp8("rowwise", device_type),
         "lightning:bf16-true": lambda device_type: HalfPrecision("bf16-true"),
         "lightning:16-true": lambda device_type: HalfPrecision("16-true"),
         "lightning:bf16-mixed": lambda device_type: MixedPrecision("bf16-mixed", device_type),

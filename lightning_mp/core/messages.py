@@ -2,7 +2,7 @@
 
 import logging
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,11 +24,19 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 def place_of(error: BaseException) -> str:
     """Where an error began, outside of torch and of this package: ``model.py:12 in forward``, or "the step"."""
+    return place_in(traceback.extract_tb(error.__traceback__))
+
+
+def place_in(calls: Iterable[traceback.FrameSummary]) -> str:
+    """The same of calls, the innermost last."""
+    call = users_call(calls)
+    return f"{Path(call.filename).name}:{call.lineno} in {call.name}" if call is not None else "the step"
+
+
+def users_call(calls: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The last call outside of torch and of this package."""
     ours = str(Path(torch.__file__).resolve().parent), str(Path(__file__).resolve().parents[1])
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if not str(Path(f.filename).resolve()).startswith(ours)
-    ]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else "the step"
+    return next((call for call in reversed([*calls]) if not str(Path(call.filename).resolve()).startswith(ours)), None)
 
 
 def lightning_logger() -> logging.Logger:

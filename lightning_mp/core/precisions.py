@@ -27,6 +27,7 @@ class PrecisionSpec:
     autocast: bool = False  # weights are cast at their use
     fp8: bool = False  # linear layers multiply in fp8
     cache_weights: bool = False  # a weight is cast once per forward, and the cast lives until it ends
+    frees_gradients: bool = False  # the last step's are freed before the next forward, by the plugins of this package
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -107,7 +108,14 @@ def find_precision(precision: object) -> PrecisionSpec:
             f"`precision` {name!r} is not known. Use one of {', '.join(PRECISIONS)}, or a precision plugin; the ones"
             " that end in -masters, -remainder and -24bit are MasterWeightsPrecision."
         )
-    return replace(PRECISIONS[name], cache_weights=getattr(precision, "cache_weights", False) is True)
+    row = PRECISIONS[name]
+    is_ours = row.autocast or row.master_bytes > 0 if isinstance(precision, str) else _is_ours(precision)
+    cache_weights = getattr(precision, "cache_weights", False) is True
+    return replace(row, cache_weights=cache_weights, frees_gradients=is_ours)
+
+
+def _is_ours(plugin: object) -> bool:
+    return getattr(plugin, "makes_true_gradients", False) is True
 
 
 def format_of(precision: str) -> str | None:

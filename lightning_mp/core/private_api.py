@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -70,6 +71,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch, "_subclasses", "tensors with device, dtype and autograd but no numbers, for estimates of memory"),
     (torch, "_C", "where the next name is kept"),
     (torch._C, "_dispatch_has_kernel_for_dispatch_key", "whether this torch's autocast knows an operation"),
+    (torch._C, "_dispatch_get_all_op_names", "which operations there are; the entry above raises for others"),
     (torch._C, "_current_autograd_node", "shows whether an operation runs in backward, and for which part of forward"),
     (torch.autograd, "_get_sequence_nr", "marks the parts of a forward, to recognise them in its backward"),
     (torch.autograd.graph.Node, "_sequence_nr", "the same mark of a node of the graph"),
@@ -138,9 +140,16 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
-def autocast_knows(operation: str) -> bool:
-    """Whether an operation is on any list of autocast on CUDA, in the torch that runs."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", "AutocastCUDA"))
+def autocast_knows(operation: str, device_type: str = "cuda") -> bool:
+    """Whether an operation is on any list of autocast on a device type, in the torch that runs."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}[device_type]
+    name = f"aten::{operation}"
+    return name in _operation_names() and bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+@cache
+def _operation_names() -> frozenset[str]:
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def foreach_clamp_(tensors: Sequence[Tensor], limit: float) -> None:

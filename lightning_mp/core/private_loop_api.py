@@ -28,6 +28,11 @@ def set_max_steps(trainer: "pl.Trainer", steps: int) -> None:
     trainer.fit_loop.epoch_loop.max_steps = steps
 
 
+def detects_anomalies(trainer: "pl.Trainer") -> bool:
+    """Whether the Trainer runs under ``torch.autograd.set_detect_anomaly``."""
+    return bool(trainer._detect_anomaly)
+
+
 def replace_end_of_epoch(trainer: "pl.Trainer", end: tuple[float, bool]) -> tuple[float, bool]:
     """Puts (batches of this epoch, whether this batch is its last) in place of what the loop knows; returns that."""
     loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress

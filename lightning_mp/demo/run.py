@@ -140,7 +140,7 @@ def _precision(job: Job) -> list[Any]:
             return [mp.TF32Precision()]
         case "fp8":
             # some CPUs take seconds for a step with torch's own product
-            return [mp.Float8Precision(settings.recipe, emulate=job.accelerator == "cpu")]
+            return [mp.Float8Precision(settings.recipe, emulate=job.accelerator == "cpu", skip_small=False)]
         case "bf16-true" | "16-true" as weights:
             return [mp.MasterWeightsPrecision(weights, storage=settings.storage)]
         case mixed:

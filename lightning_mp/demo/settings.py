@@ -112,7 +112,7 @@ class Settings:
         "bf16-mixed", "bf16-true and 16-true keep fp32 masters; on a CPU, fp16 is slow and fp8 is emulated"
     )
     storage: Storage = setting("fp32", "master weights of bf16-true", precision=["bf16-true"])
-    recipe: Float8Recipe = setting("rowwise", "scaling of fp8", precision=["fp8"])
+    recipe: Float8Recipe = setting("tensorwise", "scaling of fp8", precision=["fp8"])
     params: int = setting(100_000, "model size in parameters", read=_read_parameters)
     tokens_per_parameter: float = setting(20.0, "token budget; 20 is the Chinchilla rule")
     batch_size: int = setting(8, "sequences per micro-batch and data-parallel rank")

@@ -1,10 +1,13 @@
 """A module and its batch with other tensors in place of the original ones, to run a step without data or memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+import copyreg
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -31,8 +34,25 @@ def module_with(module: nn.Module, stand_in: Callable[[Tensor], Tensor]) -> nn.M
                 memo[id(tensor)] = nn.Parameter(stand_in(tensor), requires_grad=tensor.requires_grad)
             elif isinstance(tensor, Tensor):
                 memo[id(tensor)] = stand_in(tensor)
-    with _StandInCopies(stand_in):
+    with _StandInCopies(stand_in), _seeded_generators():
         return deepcopy(module, memo)
+
+
+@contextmanager
+def _seeded_generators() -> Iterator[None]:
+    """Copies a ``torch.Generator`` by its seed, for the CPU: a stand-in of its state would not be a state."""
+    before = copyreg.dispatch_table.get(torch.Generator)
+    copyreg.pickle(torch.Generator, lambda generator: (_generator, (generator.initial_seed(),)))
+    try:
+        yield
+    finally:
+        del copyreg.dispatch_table[torch.Generator]
+        if before is not None:
+            copyreg.dispatch_table[torch.Generator] = before
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 class _StandInCopies(TorchFunctionMode):

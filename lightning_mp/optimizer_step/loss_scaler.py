@@ -66,6 +66,14 @@ def _resolve_device_type(device: str | torch.device | None) -> str:
     return device_type
 
 
+#: Said by preflight and beside torch's error.
+ANOMALIES_UNDER_A_SCALE = (
+    "Trainer(detect_anomaly=True) ends a run with a loss scale at its first overflow, which is part of finding the"
+    " scale and would be skipped. Use OverflowPostMortem(replay=True), which names the layer of an overflow that lasts,"
+    " or detect_anomaly=True in 'bf16-mixed' or '32-true'."
+)
+
+
 class LossScaler(SettingsRepr, torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` with a floor and a ceiling, whose decisions are the same on all ranks.
 

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_mp.core.float8_gains import SmallestGain
 from lightning_mp.core.messages import listed
 from lightning_mp.modules.names import is_inside, named_modules
 from lightning_mp.modules.whole_parameters import tensor_parallel_parts
@@ -50,6 +51,7 @@ def choose_float8_layers(
     *,
     skip_first_and_last: bool = True,
     policy: ResolvedPolicy | None = None,
+    smallest: SmallestGain | None = None,
 ) -> list[Float8Layer]:
     """Decides about every ``nn.Linear`` of a model, in the order in which they are registered.
 
@@ -63,9 +65,11 @@ def choose_float8_layers(
         in_features or out_features is not a multiple of 16, or under tensor parallelism a rank's part of one is none
         its weight also belongs to a module that is no Linear, such as an embedding
         it is the first or the last Linear of the model
+        it is smaller than `smallest`, from which on its recipe gains
 
-    The last rule is a habit of practice, for quality: the layers beside the embedding and the logits suffer most and
-    cost little (Megatron-LM has it as ``first_last_layers_bf16``, torchtitan filters its output layer).
+    The rule about the first and the last is a habit of practice, for quality: the layers beside the embedding and the
+    logits suffer most and cost little (Megatron-LM has it as ``first_last_layers_bf16``, torchtitan filters its output
+    layer).
     """
     names = _names_of_linears(model)
     kept_by = _rules_by_name(policy) if policy is not None else {}
@@ -78,6 +82,8 @@ def choose_float8_layers(
         reason = reason or _unsuited(linear, owners)
         if reason is None and skip_first_and_last:
             reason = next((f"it is the {end} Linear" for end, module in ends.items() if module is linear), None)
+        if reason is None and smallest is not None:
+            reason = _too_small(linear, smallest)
         layers.append(Float8Layer(own_names[0], linear, reason))
     return layers
 
@@ -89,9 +95,14 @@ def summarise_float8_layers(layers: Sequence[Float8Layer]) -> str:
     >>> summarise_float8_layers(choose_float8_layers(model))
     '1 of 3 Linear layers; not 0 (it is the first Linear), 2 (out_features is 10, not a multiple of 16)'
     """
-    skipped = [f"{layer.name} ({layer.skipped_because})" for layer in layers if layer.skipped_because is not None]
+    by_reason: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.skipped_because is not None:
+            by_reason.setdefault(layer.skipped_because, []).append(layer.name)
+    skipped = [f"{listed(names, most=3)} ({reason})" for reason, names in by_reason.items()]
     others = f"; not {', '.join(skipped)}" if skipped else ""
-    return f"{len(layers) - len(skipped)} of {len(layers)} Linear layers{others}"
+    chosen = sum(layer.skipped_because is None for layer in layers)
+    return f"{chosen} of {len(layers)} Linear layers{others}"
 
 
 def _names_of_linears(model: nn.Module) -> dict[nn.Linear, list[str]]:
@@ -166,6 +177,15 @@ def _unsuited(linear: nn.Linear, owners: Mapping[int, str]) -> str | None:
             return f"a rank's part of {dimension} is {part}, not a multiple of {DIMENSION_MULTIPLE}"
     owner = owners.get(id(linear.weight))
     return None if owner is None else f"its weight is also that of {owner}"
+
+
+def _too_small(linear: nn.Linear, smallest: SmallestGain) -> str | None:
+    """By what a rank holds of it."""
+    for dimension, dim in (("in_features", 1), ("out_features", 0)):
+        size = getattr(linear, dimension) // tensor_parallel_parts(linear.weight, dim)
+        if size < smallest.features:
+            return f"{dimension} is {size}, and fp8 gains from {smallest.features}"
+    return None
 
 
 def _is_plain_linear(linear: nn.Linear) -> bool:

@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_mp.policy.fails_in_16_bit import numbers_overflow
 from lightning_mp.policy.module_rules import PolicyScope, cast_tensors, dtypes_to_cast
-from lightning_mp.policy.operations import by_autocast, functions_of, promoted_by_rules
+from lightning_mp.policy.operations import FAMILIES, by_autocast, functions_of, promoted_by_rules
 from lightning_mp.policy.rules import LOW, Dtype
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class OperationRule(NamedTuple):
     input_only: bool = False  # whether only the first argument is cast
     with_weights_only: bool = False  # whether the rule is about attention that returns its weights
     mixed_only: bool = False  # whether inputs that share one dtype are left as they are
+    overflow_only: bool = False  # whether it is about numbers that are too large for the 16-bit inputs
 
 
 def operation_rules(policy: "ResolvedPolicy", device_type: str) -> dict[Callable[..., Any], OperationRule]:
@@ -60,7 +62,11 @@ def operation_rules(policy: "ResolvedPolicy", device_type: str) -> dict[Callable
         if native is not None and native == ("fp32" if dtype == torch.float32 else dtype):
             continue
         mixed_only = policy.leaves_to_autocast(operation, device_type)
-        rule = OperationRule(dtype, native == LOW, operation in _CASTS_INPUT_ONLY, mixed_only=mixed_only)
+        # Only a rule that names the operation itself is about every call: a mask of 0 needs no fp32.
+        overflow_only = operation in FAMILIES["fills"] and not policy.is_named(operation)
+        rule = OperationRule(
+            dtype, native == LOW, operation in _CASTS_INPUT_ONLY, mixed_only=mixed_only, overflow_only=overflow_only
+        )
         rules |= dict.fromkeys(functions_of(operation), rule)
     if F.softmax in rules and rules[F.softmax].dtype == torch.float32:
         rules.setdefault(_ATTENTION_WITH_WEIGHTS, OperationRule(torch.float32, with_weights_only=True))
@@ -104,6 +110,8 @@ class OperationRules(TorchFunctionMode):
             return func(*args, **kwargs)  # with autocast's cache of cast weights
         if rule.mixed_only and (kwargs.get("out") is not None or len(dtypes_to_cast((args, kwargs))) < 2):
             return func(*args, **kwargs)  # a cast copy of out would take the result
+        if rule.overflow_only and not numbers_overflow(args, kwargs):
+            return func(*args, **kwargs)
         if rule.with_weights_only and not _returns_weights(args, kwargs):
             return func(*args, **kwargs)  # fused attention: its softmax accumulates in fp32
         return _run(func, rule, dtype, device_type, args, kwargs)

@@ -1,5 +1,6 @@
 """Functional operations that a rule can name, and what autocast does to them by itself."""
 
+import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -60,11 +61,31 @@ FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "conv_transpose3d",
             "scaled_dot_product_attention",
         ),
+        # No kernel in bf16, in fp16, or in either, on CPUs or on CUDA (torch 2.13, the dtypes of
+        # torch/testing/_internal/common_methods_invocations.py): decompositions, FFTs, complex numbers.
+        "fp32_only": (
+            *(f"fft_{i}{kind}fft{dims}" for dims in ("", "2", "n") for i in ("", "i") for kind in ("", "r", "h")),
+            *("stft", "complex", "polar", "view_as_complex"),
+            *("linalg_cholesky", "linalg_cholesky_ex", "cholesky_inverse", "cholesky_solve", "linalg_qr", "linalg_lu"),
+            *("linalg_lu_factor", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_ldl_factor", "linalg_ldl_solve"),
+            *("linalg_svd", "linalg_svdvals", "linalg_eig", "linalg_eigvals", "linalg_eigh", "linalg_eigvalsh"),
+            *("linalg_inv", "linalg_inv_ex", "inverse", "linalg_pinv", "pinverse", "linalg_tensorinv"),
+            *("linalg_solve", "linalg_solve_ex", "linalg_solve_triangular", "linalg_lstsq", "linalg_tensorsolve"),
+            *("linalg_det", "linalg_slogdet", "logdet", "linalg_cond", "linalg_matrix_rank"),
+            *("linalg_householder_product", "cdist", "pdist", "quantile", "nanquantile"),
+        ),
+        # They write a number, which may be too large for the format: `masked_fill(mask, -1e9)` in fp16.
+        "fills": ("masked_fill", "index_fill", "full_like", "new_full", "clamp", "pad", "scatter"),
     }
 )
 """Families of operations, each a name that a rule can use."""
 
-KNOWN_OPERATIONS = frozenset(name for family in FAMILIES.values() for name in family) | {"batch_norm", "instance_norm"}
+# Names that modules have, too.
+_WITH_PREFIX_ONLY = frozenset({"clamp", "complex", "pad", "scatter"})
+
+KNOWN_OPERATIONS = (
+    frozenset(name for family in FAMILIES.values() for name in family) | {"batch_norm", "instance_norm"}
+) - _WITH_PREFIX_ONLY
 """Operations that a rule may name without the prefix ``op:``."""
 
 PRODUCTS_WITH_A_VECTOR = frozenset({"mv", "addmv"})
@@ -108,6 +129,9 @@ _LOW_BY_AUTOCAST: Mapping[str, frozenset[str]] = {
 _PROMOTED_BY_CUDA = ("bilinear", "cross", "dot", "index_put", "inner", "scatter_add", "tensordot", "vdot")
 
 _NAMESPACES: tuple[Any, ...] = (F, torch, torch.Tensor, torch.special, torch.linalg)
+# Their functions are also named as in torch's own errors and profiles: `fft_rfft`, `linalg_svd`.
+_PREFIXES: Mapping[str, Any] = MappingProxyType({"fft": torch.fft, "linalg": torch.linalg, "special": torch.special})
+_MODULES_OF_OPERATIONS = re.compile(r"^(torch\.)?(nn\.functional\.|F\.|Tensor\.)?")
 
 _OPERATION_OF_MODULE: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.Linear, "linear"),
@@ -136,9 +160,10 @@ def operations_named(pattern: str) -> tuple[str, ...]:
 
     >>> operations_named("softmaxes")
     ('softmax', 'log_softmax', 'softmin', 'gumbel_softmax', 'logsumexp')
-    >>> operations_named("cumsum"), operations_named("soft_max")
-    (('cumsum',), ())
+    >>> operations_named("cumsum"), operations_named("torch.fft.rfft"), operations_named("soft_max")
+    (('cumsum',), ('fft_rfft',), ())
     """
+    pattern = _MODULES_OF_OPERATIONS.sub("", pattern).replace(".", "_")
     if pattern in FAMILIES:
         return FAMILIES[pattern]
     if pattern in KNOWN_OPERATIONS:
@@ -155,8 +180,13 @@ def functions_of(operation: str) -> frozenset[Callable[..., Any]]:
 
     >>> functions_of("softmax") >= {torch.softmax, F.softmax, torch.Tensor.softmax}
     True
+    >>> functions_of("linalg_det") >= {torch.linalg.det, torch.det, torch.Tensor.det}
+    True
     """
-    found = (getattr(namespace, operation, None) for namespace in _NAMESPACES)
+    found = {getattr(namespace, operation, None) for namespace in _NAMESPACES}
+    prefix, _, name = operation.partition("_")
+    if hasattr(_PREFIXES.get(prefix), name):
+        found |= {getattr(namespace, name, None) for namespace in (_PREFIXES[prefix], torch, torch.Tensor)}
     return frozenset(function for function in found if callable(function) and not isinstance(function, type))
 
 

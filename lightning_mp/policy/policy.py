@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_mp.modules.names import named_modules, near_misses
 from lightning_mp.modules.stage_placeholder import full_model
-from lightning_mp.policy.operations import FAMILIES, operation_of_module
+from lightning_mp.policy.operations import FAMILIES, operation_of_module, operations_named
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype, PolicyRules, Rule, dtype_name, parse_rules
 
@@ -21,8 +21,12 @@ class PrecisionPolicy:
         nn.LayerNorm                every module of a class
         "class:*RMSNorm"            the same by the name of the class or of a base class
         "softmax", "op:cumsum"      a functional operation, however it is called (F.softmax, Tensor.softmax, ...)
-        "norms"                     a family of operations: norms, softmaxes, losses, matmuls
+        "norms"                     a family of operations: norms, softmaxes, losses, matmuls, fp32_only, fills
 
+    Names of operations are those of torch's documentation, with dots or underscores: ``op:fft.rfft``, ``linalg_svd``.
+    The family "fills" is about numbers that are too large for 16 bit, such as ``masked_fill(mask, -1e9)`` in fp16, and
+    leaves other calls alone; a rule about "masked_fill" itself is about all calls. Operations in place
+    (``masked_fill_``) have no rule: give their module one.
     If an operation and a module share a name, prefix it with "op:" or "module:". The right side is "fp32", "bf16",
     "fp16", a torch dtype, or "low": the 16-bit format of the plugin that applies the policy.
 
@@ -62,7 +66,9 @@ class PrecisionPolicy:
         layer_norm, group_norm, rms_norm, local_response_norm           2 'op:norms'      fp32
         softmax, log_softmax, softmin, gumbel_softmax, logsumexp        3 'op:softmaxes'  fp32
         losses: cross_entropy, nll_loss, mse_loss, l1_loss and 17 more  4 'op:losses'     fp32
-        matmuls: linear, matmul, mm, bmm and 14 more                    5 'op:matmuls'    low
+        fp32_only: fft_fft, fft_rfft, fft_hfft, fft_ifft and 56 more    5 'op:fp32_only'  fp32
+        fills: masked_fill, index_fill, full_like, new_full and 3 more  6 'op:fills'      fp32
+        matmuls: linear, matmul, mm, bmm and 14 more                    7 'op:matmuls'    low
         everything else                                                 -                 as autocast has it
     """
 
@@ -74,9 +80,13 @@ class PrecisionPolicy:
     def default(cls) -> "PrecisionPolicy":
         """Norms, softmax and losses in fp32, matrix products and attention in 16 bit, on every device type.
 
+        In fp32 as well: what torch has no 16-bit kernels for ("fp32_only"), and calls of "fills" whose number is too
+        large for the format.
+
         Matrix-vector products (``mv``, ``addmv``) stay in fp32 on CPUs, as under torch's CPU autocast.
         """
-        return cls([("op:norms", "fp32"), ("op:softmaxes", "fp32"), ("op:losses", "fp32"), ("op:matmuls", LOW)])
+        fp32 = ("op:norms", "op:softmaxes", "op:losses", "op:fp32_only", "op:fills")
+        return cls([*((family, "fp32") for family in fp32), ("op:matmuls", LOW)])
 
     def __repr__(self) -> str:
         return f"PrecisionPolicy([{', '.join(f'({rule.text!r}, {dtype_name(rule.dtype)!r})' for rule in self.rules)}])"
@@ -170,9 +180,10 @@ def _check_against_model(
         if rule.kind == "module":
             candidates = [*candidates, *FAMILIES, *(f"class:{name}" for name in classes)]
         pattern = rule.pattern if isinstance(rule.pattern, str) else rule.pattern.__name__
+        operation = f" For torch's operation of that name write 'op:{pattern}'." if operations_named(pattern) else ""
         raise ValueError(
             f"Rule {number + 1} of the policy, {rule}, matches none of the model's {len(names)} modules."
-            f"{near_misses(pattern, candidates)} Names are those of model.named_modules()."
+            f"{near_misses(pattern, candidates)} Names are those of model.named_modules().{operation}"
         )
     taken = {winners[id(module)] for module in matched}
     if number not in taken and any(rules[other].dtype != rule.dtype for other in taken):

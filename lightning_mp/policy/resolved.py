@@ -9,7 +9,7 @@ import torch
 
 from lightning_mp.core.messages import aligned
 from lightning_mp.modules.names import numbers_as_stars
-from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR, by_autocast
+from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR, by_autocast, operations_named
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
 
 
@@ -55,8 +55,11 @@ class ResolvedPolicy:
         number = self.operations.get(operation)
         if number is None or operation not in PRODUCTS_WITH_A_VECTOR or by_autocast(operation, device_type) is not None:
             return False
-        rule = self.rules[number]
-        return rule.dtype != torch.float32 and rule.pattern != operation
+        return self.rules[number].dtype != torch.float32 and not self.is_named(operation)
+
+    def is_named(self, operation: str) -> bool:
+        """Whether the rule about an operation names it alone, and no family or pattern."""
+        return operations_named(str(self.rules[self.operations[operation]].pattern)) == (operation,)
 
     def compute_dtype(self, module: PolicyModule) -> Dtype:
         """What a module's own weights are used in: its rule's fp32, else its operation's dtype, else its rule's.

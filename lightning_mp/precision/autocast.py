@@ -18,6 +18,7 @@ from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.policy.sharding_units import gathered_in_another_low
 from lightning_mp.precision.autocast_context import AutocastRun, warn_about_emulated_bf16, why_no_autocast
+from lightning_mp.precision.eval_outputs import Float32EvalOutputs
 from lightning_mp.precision.full_weights import FullWeightsPrecision
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class AutocastPrecision(FullWeightsPrecision):
             a dtype other than the one autocast would choose. The resolved rules are printed at set-up.
         eval_precision: precision of validation, test and predict steps; None uses that of training. "32-true" turns
             autocast off; weights stored in 16 bit still compute in 16 bit, with a warning.
+        fp32_eval_outputs: True casts what the module and its children return to validation, test and predict steps, and
+            what these steps return, to fp32, so that ``.numpy()`` works and metrics count in fp32. Layers inside
+            continue in 16 bit; outputs of other methods than ``forward`` are cast only where a step returns them.
         cache_weights: False casts a weight at every use, bit-identical to Lightning's ``MixedPrecision``. True turns on
             torch's weight cache: a trainable weight is cast once per step, however often it is used. This saves casts
             but is wrong in two cases: a change to a weight within a step has no effect until the step ends
@@ -75,6 +79,7 @@ class AutocastPrecision(FullWeightsPrecision):
         *,
         policy: PolicyLike | None = None,
         eval_precision: Literal["32-true", "16-mixed", "bf16-mixed"] | None = None,
+        fp32_eval_outputs: bool = False,
         cache_weights: bool = False,
         weight_by: Literal["loss"] | None = "loss",
     ) -> None:
@@ -98,6 +103,8 @@ class AutocastPrecision(FullWeightsPrecision):
         self.device: str | None = device  # type: ignore[assignment]  # None until the Trainer is known
         self.policy = read_policy(policy, self.scaler, "AutocastPrecision('16-mixed')")
         self.eval_precision = _checked_eval_precision(eval_precision or precision)
+        self.fp32_eval_outputs = true_or_false(fp32_eval_outputs, "fp32_eval_outputs", "AutocastPrecision")
+        self._eval_outputs: Float32EvalOutputs | None = None
         self.cache_weights = true_or_false(cache_weights, "cache_weights", "AutocastPrecision")
 
     @property
@@ -131,7 +138,15 @@ class AutocastPrecision(FullWeightsPrecision):
                 cache_weights=self.cache_weights,
             )
         )
+        if self.fp32_eval_outputs:
+            self._eval_outputs = Float32EvalOutputs(self._run.trainer, module)
+            self._run.ends.callback(self._leave_outputs)
         return module
+
+    def _leave_outputs(self) -> None:
+        outputs, self._eval_outputs = self._eval_outputs, None
+        if outputs is not None:
+            outputs.detach()
 
     def _check_device(self, device_type: str, precision: str | None = None) -> None:
         precision = precision or self.precision
@@ -163,6 +178,11 @@ class AutocastPrecision(FullWeightsPrecision):
             )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _steps_in(self, loop: str) -> AbstractContextManager[None]:
+        """Autocast, with the policy in force; evaluation may have outputs in fp32."""
+        steps = super()._steps_in(loop)
+        return steps if self._eval_outputs is None or loop == "train" else self._eval_outputs.of_a_step(steps)
 
     def autocast_context_manager(self) -> torch.autocast:
         """Autocast, with torch's weight cache if ``cache_weights`` is on."""

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import listed
 from lightning_mp.policy.applied import AppliedPolicy
+from lightning_mp.policy.fails_in_16_bit import refused_by
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.resolved import ResolvedPolicy
 from lightning_mp.policy.sharding_units import gathered_in_another_low, gathered_otherwise
@@ -42,7 +43,7 @@ class AutocastRun:
         opaque: Iterable[nn.Module] = (),
         cache_weights: bool = False,
     ) -> None:
-        self._device_type = device_type
+        self._model, self._device_type = model, device_type
         self._cache_weights = cache_weights
         self.dtype, self.eval_dtype = dtype, eval_dtype
         self._applied: AppliedPolicy | None = None
@@ -67,17 +68,23 @@ class AutocastRun:
     def forward(self, dtype: torch.dtype | None) -> Iterator[None]:
         """Autocast, and the policy in force."""
         policy = self._applied.in_force(dtype) if self._applied is not None else _NOTHING
-        if dtype is None:
-            with policy:
-                yield
-            return
-        # torch makes a class for every patch, so one is kept; a context inside of another one has its own.
-        compiled, self._compiled = self._compiled or private_api.backward_outside_autocast(), None
         try:
-            with compiled, torch.autocast(self._device_type, dtype, cache_enabled=self._cache_weights), policy:
-                yield
-        finally:
-            self._compiled = compiled
+            if dtype is None:
+                with policy:
+                    yield
+                return
+            # torch makes a class for every patch, so one is kept; a context inside of another one has its own.
+            compiled, self._compiled = self._compiled or private_api.backward_outside_autocast(), None
+            try:
+                with compiled, torch.autocast(self._device_type, dtype, cache_enabled=self._cache_weights), policy:
+                    yield
+            finally:
+                self._compiled = compiled
+        except RuntimeError as error:
+            refused = refused_by(error, self._model)
+            if refused is not None:
+                error.add_note(f"HINT: {refused}")
+            raise
 
     @contextmanager
     def _backward_under_policy(self) -> Iterator[None]:

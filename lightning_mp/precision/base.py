@@ -30,9 +30,11 @@ from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.modules.compiled_names import COMPILED_PREFIX
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of, with_wrapped
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
+from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE
 from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
@@ -62,6 +64,7 @@ class PluginRun:
     plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
     planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
     gradients_before_backward: GradientsBeforeBackward = field(default_factory=dict)  # of manual optimization
+    stepped: Optimizer | None = None  # its gradients are freed before the next forward
     weighs: bool = False  # micro-batches are weighed, or there is nothing to weigh
 
     @property
@@ -228,7 +231,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def teardown(self) -> None:
         """Undoes all changes to other objects, whatever is raised; Lightning calls it also after exceptions."""
-        _explain_folder(sys.exception())
+        _explain_checkpoint(sys.exception())
         self._note_loss_weights(settle=False)  # other ranks may have raised
         run, self._in_run = self._in_run, None
         with run.ends if run is not None else nullcontext():
@@ -358,7 +361,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     ) -> None:
         """Runs the module's backward outside of autocast, also in manual optimization, with the policy in force."""
         with self.backward_context():
-            super().backward(tensor, model, optimizer, *args, **kwargs)
+            try:
+                super().backward(tensor, model, optimizer, *args, **kwargs)
+            except RuntimeError as error:
+                if self.scaler is not None and "returned nan values" in str(error):
+                    error.add_note(f"HINT: {ANOMALIES_UNDER_A_SCALE}")
+                raise
 
     # -- loss and step -------------------------------------------------------------------------------------------------
 
@@ -398,6 +406,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 output = step_or_skip(step, **kwargs)
             finally:
                 self._step = outer
+        if run is not None:
+            run.stepped = optimizer if plan.frees_gradients else None
         if run is not None and run.gradients_before_backward:
             left = run.gradients_before_backward
             run.gradients_before_backward = {o: those for o, those in left.items() if o is not optimizer}
@@ -430,9 +440,15 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
 
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
-        """The forward context; a batch of manual optimization begins here, and the last one's scale update is made."""
+        """The forward context; the last step's gradients end here, and in manual optimization its scale is updated."""
         context, run = self.forward_context(), self._in_run
         self._update_scale(run)
+        if run is not None and run.stepped is not None:
+            # Lightning clears them after the forward: 4 bytes per parameter at its peak. Hooks until now may read them.
+            for group in run.stepped.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            run.stepped = None
         if run is not None and not run.weighs and run.trainer.accumulate_grad_batches != 1 and run.is_fit:
             self._weigh_from_here(run.trainer)
         return context
@@ -547,8 +563,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self.scaler.load_state_dict(state_dict)
 
 
-def _explain_folder(error: BaseException | None) -> None:
-    """Lightning reads a checkpoint as a file before any plugin or callback can see which one it is."""
+def _explain_checkpoint(error: BaseException | None) -> None:
+    """Lightning reads a checkpoint, and loads its weights, before it calls any plugin."""
+    if isinstance(error, RuntimeError) and "loading state_dict" in str(error) and COMPILED_PREFIX in str(error):
+        error.add_note(
+            f"HINT: torch.compile(module) puts '{COMPILED_PREFIX}' into names. Add ExactResume() to the callbacks: it"
+            " translates them on load, or compile in place with module.compile(), which changes no name."
+        )
     if isinstance(error, IsADirectoryError) and error.filename is not None:
         error.add_note(
             f"HINT: {str(error.filename)!r} is a folder, as FSDP2Strategy writes it. Make a single file of it"

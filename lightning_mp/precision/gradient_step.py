@@ -22,6 +22,7 @@ from lightning_mp.gradients.fused_optimizers import (
     momentum_is_missing,
     one_mesh_per_group,
 )
+from lightning_mp.gradients.old_gradients import needs_old_gradients
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.optimizer_step.bypassed_steps import found_by_unscaling
 from lightning_mp.optimizer_step.closures import StepClosure, evaluates_its_closure_once
@@ -45,6 +46,7 @@ class StepPlan:
     epilogue: Callable[..., GradientEpilogue]  # creates the epilogue of a step from the loss scale
     in_kernel: bool  # the optimizer's own kernel multiplies gradients, and skips
     may_evaluate: bool  # the optimizer may evaluate the loss itself
+    frees_gradients: bool  # before the next forward, which Lightning lets them live through
 
     @classmethod
     def of(
@@ -56,16 +58,19 @@ class StepPlan:
         epilogue_type: Callable[..., GradientEpilogue],
     ) -> Self:
         """Call it on all ranks. ``epilogue_type`` is :class:`GradientEpilogue`, or takes the same arguments."""
+        trainer = model.trainer
         return cls(
             optimizer,
             model,
             plugin,
             getattr(plugin, "scaler", None),
             dispatcher,
-            AccumulationController.of(model.trainer),
-            partial(epilogue_type, optimizer, ranks=gradient_replication(model.trainer), device=model.device),
+            AccumulationController.of(trainer),
+            partial(epilogue_type, optimizer, ranks=gradient_replication(trainer), device=model.device),
             in_kernel=applies_grad_scale(optimizer),
             may_evaluate=not evaluates_its_closure_once(type(optimizer)),
+            frees_gradients=model.automatic_optimization
+            and not needs_old_gradients(private_api.callbacks_of(trainer), model, optimizer),
         )
 
     def loss_scale(self) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:

@@ -5,9 +5,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import get_args
 
+from lightning_mp.core.float8_gains import UNCOMPILED_FP8
 from lightning_mp.core.messages import listed
 from lightning_mp.core.quantities import format_bytes
 from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler
+from lightning_mp.modules.compiled_names import COMPILED_PREFIX
+from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE
 from lightning_mp.preflight_checks.found import Found, FoundCheckpoint, FoundRun, FoundWeight
 from lightning_mp.preflight_checks.report import PreflightFinding, Severity
 
@@ -22,6 +25,7 @@ _BEST_MULTIPLE = 64
 # Sizes below the first come from the data as a rule (channels of an image, classes); padding up to the second multiple
 # pays where the product is large.
 _SMALLEST_SIZE, _SMALLEST_LARGE_SIZE = 64, 1024
+_SMALLEST_COPIES_BYTES = 2**20  # of 16-bit copies of weights, below which nobody looks for memory
 
 
 def check_device(found: Found) -> Iterator[PreflightFinding]:
@@ -53,6 +57,19 @@ def check_device(found: Found) -> Iterator[PreflightFinding]:
         )
 
 
+def check_fp8(found: Found) -> Iterator[PreflightFinding]:
+    """Whether fp8 makes the run faster than bf16."""
+    precision = found.precision
+    if precision.base != "fp8":
+        return
+    if precision.no_fp8_layer:
+        what, _, cure = precision.no_fp8_layer.rpartition(". ")
+        yield _error("fp8", f"{what}.", cure)
+    elif not precision.is_compiled:
+        what, _, cure = UNCOMPILED_FP8.rpartition(". ")
+        yield _advice("fp8", f"{precision.plugin}: {what}.", cure)
+
+
 def check_scaler(found: Found) -> Iterator[PreflightFinding]:
     """Whether a loss scale is missing, or there is one too many."""
     precision = found.precision
@@ -81,6 +98,13 @@ def check_scaler(found: Found) -> Iterator[PreflightFinding]:
             " may be skipped that need not be.",
             "Remove the scaler.",
         )
+
+
+def check_anomaly_detection(found: Found) -> Iterator[PreflightFinding]:
+    """Whether autograd's detection of anomalies would end the run at an overflow that the scale expects."""
+    if found.run.detects_anomalies and found.precision.has_scaler:
+        what, _, cure = ANOMALIES_UNDER_A_SCALE.partition(". ")
+        yield _error("detect_anomaly", f"{found.precision.plugin}: {what}.", cure)
 
 
 def check_precisions(found: Found) -> Iterator[PreflightFinding]:
@@ -164,7 +188,7 @@ def check_refusals(found: Found) -> Iterator[PreflightFinding]:
     for name, reason in found.refusals:
         what, _, cure = reason.rpartition(". ")
         yield _error("refused", (what and f"{what}.") or f"{name} refuses the run.", cure)
-    if found.dtype_error:
+    if found.dtype_error and found.refused_in_16_bit is None:
         stored = found.precision.name.endswith("-true")
         yield _error(
             "dtypes",
@@ -174,6 +198,20 @@ def check_refusals(found: Found) -> Iterator[PreflightFinding]:
             else "Cast one side where they come together (`b.to(a.dtype)`): autocast leaves this operation alone. Or"
             " give its module a rule: policy={'name.of.module': 'fp32'}.",
         )
+
+
+def check_refused_in_16_bit(found: Found) -> Iterator[PreflightFinding]:
+    """Whether torch refuses an operation in the 16-bit format that its input has."""
+    if found.refused_in_16_bit is None:
+        return
+    dtype, refused = found.refused_in_16_bit
+    owner = "" if found.precision.takes_a_policy else " The argument is AutocastPrecision's."
+    yield _error(
+        "dtypes",
+        f"{refused.operation} ({refused.place}) has a {dtype} input under {found.precision.plugin}, and"
+        f" {refused.reason} there: torch raises an error.",
+        f"{refused.cure}{owner}",
+    )
 
 
 def check_loss_divided_twice(found: Found) -> Iterator[PreflightFinding]:
@@ -478,6 +516,22 @@ def check_memory(found: Found) -> Iterator[PreflightFinding]:
     )
 
 
+def check_reused_weights(found: Found) -> Iterator[PreflightFinding]:
+    """Whether autograd keeps several 16-bit copies of the same weights (Lightning #21611)."""
+    if found.step is None or found.step.copied_bytes < _SMALLEST_COPIES_BYTES:
+        return
+    name, copies = max(found.step.weight_copies, key=lambda weight: weight[1])
+    others = len(found.step.weight_copies) - 1
+    yield _advice(
+        "reused_weights",
+        f"{name}{f' and {others} more weights are' if others else ' is'} used several times in a step (up to {copies}),"
+        " and each use keeps a 16-bit copy for backward: together"
+        f" {format_bytes(found.step.copied_bytes)} more than one copy each.",
+        "If memory is short, use AutocastPrecision(..., cache_weights=True), which keeps one; the gradients of all uses"
+        " are then summed in 16 bit, and weights that change inside a step are stale.",
+    )
+
+
 def check_checkpoint(found: Found) -> Iterator[PreflightFinding]:
     """Whether a checkpoint holds this run, and leaves something of it to do."""
     checkpoint = found.checkpoint
@@ -514,7 +568,14 @@ def _other_weights(checkpoint: FoundCheckpoint) -> Iterator[PreflightFinding]:
         )
         if names
     ]
-    if differences:
+    if differences and any(COMPILED_PREFIX in name for name in (*checkpoint.missing, *checkpoint.unexpected)):
+        yield _error(
+            "checkpoint",
+            f"{checkpoint.path} and the module differ in what torch.compile(module) puts into names:"
+            f" {listed(differences)}.",
+            "Add ExactResume() to the callbacks, which translates names on load, or compile with module.compile().",
+        )
+    elif differences:
         yield _error(
             "checkpoint",
             f"{checkpoint.path} was written for another model: {listed(differences)}.",
@@ -566,9 +627,12 @@ def _other_precision(checkpoint: FoundCheckpoint, found: Found) -> Iterator[Pref
 CHECKS = (
     check_refusals,
     check_device,
+    check_fp8,
     check_scaler,
+    check_anomaly_detection,
     check_precisions,
     check_weights_in_16_bit,
+    check_refused_in_16_bit,
     check_step_past_plugin,
     check_loss_divided_twice,
     check_clipping,
@@ -581,6 +645,7 @@ CHECKS = (
     check_schedulers,
     check_budget,
     check_memory,
+    check_reused_weights,
     check_checkpoint,
     check_tensor_cores,
 )

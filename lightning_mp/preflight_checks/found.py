@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from lightning_mp.core.precisions import format_of
 from lightning_mp.flops.device_traits import DeviceTraits
 from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler
+from lightning_mp.policy.fails_in_16_bit import RefusedIn16Bit
 
 """What a scheduler does when it is stepped more often than it was planned for."""
 
@@ -18,7 +19,10 @@ class FoundPrecision:
     has_masters: bool = False  # 16-bit weights have fp32 masters
     has_scaler: bool = False  # losses are scaled by the plugin
     needs_closure: bool = False  # the plugin makes a step only where `optimizer.step` is given the closure
+    takes_a_policy: bool = True  # the plugin has the argument `policy`
     emulates_fp8: bool = False  # fp8 was set without the units
+    no_fp8_layer: str = ""  # why nothing would multiply in fp8, as the plugin says at set-up; "" if something does
+    is_compiled: bool = True  # torch.compile was called on a part of the module
     own_scalers: tuple[str, ...] = ()  # attributes of the module that are enabled `GradScaler` objects
     of_strategy: str = ""  # a second setting for precision, at the strategy; "" for none
 
@@ -63,6 +67,7 @@ class FoundRun:
     window_lengths: frozenset[int] = frozenset({1})  # micro-batches per optimizer step, all that the run may use
     data_ranks: int = 1  # ranks that see different data
     clip_value: float | None = None  # the Trainer's `gradient_clip_val`
+    detects_anomalies: bool = False  # Trainer(detect_anomaly=True)
     is_manual: bool = False  # the module steps its optimizers itself
     needs_all_gradients: bool = False  # DDP waits for the gradient of every trainable parameter
 
@@ -78,6 +83,8 @@ class FoundStep:
     closure_before_step: bool = False  # `optimizer_step` ran the closure itself and stepped without it
     ignores_clipping: bool = False  # `configure_gradient_clipping` was given a value and did nothing
     draws_anew: bool = False  # random numbers of recomputed modules differ from those of their forward
+    weight_copies: tuple[tuple[str, int], ...] = ()  # of which backward keeps several, with their number
+    copied_bytes: int = 0  # of the 16-bit copies beyond the first of each weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,4 +142,6 @@ class Found:
     memory: FoundMemory | None = None  # of one micro-batch
     checkpoint: FoundCheckpoint | None = None  # that the run is to resume from
     dtype_error: str = ""  # what torch said about dtypes in the training step; "" if nothing
+    # the first operation that torch would refuse, and in which format; None if there is none
+    refused_in_16_bit: tuple[str, RefusedIn16Bit] | None = None
     refusals: tuple[tuple[str, str], ...] = ()  # what callbacks will refuse, each with its reason

@@ -76,7 +76,7 @@ class TrainerInspection:
         with_gradient = watched.with_gradient if watched is not None and optimized is not None else None
         return Found(
             device=self._device,
-            precision=precision_of(trainer, module),
+            precision=precision_of(trainer, module, built),
             run=run,
             weights=weights_of(built, optimized, with_gradient),
             layers=layers_of(built),
@@ -88,6 +88,7 @@ class TrainerInspection:
             memory=self._attempt("memory", lambda: self._memory(watched)),
             checkpoint=self._attempt("checkpoint", lambda: self._checkpoint(watched, ckpt_path)),
             dtype_error=self._dtype_error,
+            refused_in_16_bit=watched.refused_in_16_bit if watched is not None else None,
             refusals=self._refusals(given) if given is not None else (),
         )
 
@@ -195,7 +196,8 @@ class TrainerInspection:
         sizes = watched.group_sizes if watched is not None else None
         rates = watched.learning_rates if watched is not None else ()
         built = self._module if watched is None or list(self._module.parameters()) else watched.copy
-        return inspect_checkpoint(path, built, sizes, rates)
+        translates = any(getattr(one, "translates_names", False) for one in callbacks_of(self._trainer))
+        return inspect_checkpoint(path, built, sizes, rates, translates_names=translates)
 
 
 def _most_steps(run: FoundRun) -> float:

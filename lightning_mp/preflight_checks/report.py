@@ -14,8 +14,10 @@ but slower than necessary.
 
 FindingName = Literal[
     "device",
+    "fp8",
     "scaler_missing",
     "scaler_superfluous",
+    "detect_anomaly",
     "two_precisions",
     "weights_in_16_bit",
     "tensor_cores",
@@ -31,6 +33,7 @@ FindingName = Literal[
     "tied_weights",
     "budget",
     "memory",
+    "reused_weights",
     "checkpoint",
     "refused",
     "dtypes",

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from lightning_mp.accumulation.schedule import Progress, estimate_steps
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.precisions import PRECISIONS, PrecisionSpec, find_precision
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_api import callbacks_of, holds_compiled_code
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.flops.device_traits import DeviceTraits, find_device, named_device
+from lightning_mp.modules.compiled_names import translated_names
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import BATCH_NORMS
 from lightning_mp.preflight_checks.data_facts import FoundData
@@ -170,8 +171,8 @@ def storage_of(trainer: "pl.Trainer") -> PrecisionSpec:
         return PRECISIONS["32-true"]
 
 
-def precision_of(trainer: "pl.Trainer", module: "pl.LightningModule") -> FoundPrecision:
-    """What the run computes in."""
+def precision_of(trainer: "pl.Trainer", module: "pl.LightningModule", built: nn.Module) -> FoundPrecision:
+    """What the run computes in; ``built`` has the layers."""
     plugin, strategy = trainer.precision_plugin, trainer.strategy
     scaler = getattr(plugin, "scaler", None)
     name = str(plugin.precision)
@@ -182,10 +183,23 @@ def precision_of(trainer: "pl.Trainer", module: "pl.LightningModule") -> FoundPr
         has_masters=bool(storage_of(trainer).master_bytes),
         has_scaler=scaler is not None and bool(scaler.is_enabled()),
         needs_closure=type(plugin).optimizer_step is MixedPrecision.optimizer_step,
+        no_fp8_layer=_no_fp8_layer(plugin, built),
+        is_compiled=any(holds_compiled_code(part) for part in (*module.modules(), *built.modules())),
+        takes_a_policy=hasattr(plugin, "policy"),
         emulates_fp8=bool(getattr(plugin, "emulate", False)),
         own_scalers=own_scalers(module),
         of_strategy=f"{type(strategy).__name__}(mixed_precision=...)" if twice else "",
     )
+
+
+def _no_fp8_layer(plugin: Any, built: nn.Module) -> str:
+    choose = getattr(plugin, "choose_layers", None)
+    if choose is None or not list(built.parameters()):
+        return ""
+    try:
+        return plugin.why_no_layer(choose(built)) or ""
+    except ValueError as error:  # an entry of skip, or a rule of a policy, that matches nothing
+        return str(error)
 
 
 def run_of(trainer: "pl.Trainer", module: "pl.LightningModule", data: FoundData | None) -> FoundRun:
@@ -205,6 +219,7 @@ def run_of(trainer: "pl.Trainer", module: "pl.LightningModule", data: FoundData 
         window_lengths=lengths,
         data_ranks=data_ranks_of(trainer),
         clip_value=trainer.gradient_clip_val,
+        detects_anomalies=private_loop_api.detects_anomalies(trainer),
         is_manual=not module.automatic_optimization,
         needs_all_gradients=isinstance(strategy, DDPStrategy)
         and not private_loop_api.ddp_arguments(strategy).get("find_unused_parameters", False),
@@ -287,6 +302,8 @@ def inspect_checkpoint(
     module: nn.Module,
     own_optimizers: tuple[tuple[int, ...], ...] | None,
     own_learning_rates: tuple[float, ...],
+    *,
+    translates_names: bool = False,
 ) -> FoundCheckpoint:
     """Compares a checkpoint of Lightning's in one file with a module and its optimizers."""
     file = Path(path)
@@ -301,6 +318,8 @@ def inspect_checkpoint(
     if not isinstance(content, Mapping) or "state_dict" not in content:
         raise ValueError(f"{file} is not a Lightning checkpoint: it has no 'state_dict'.")
     saved, own = content["state_dict"], module.state_dict()
+    translated = translated_names(saved, own) if translates_names else {}
+    saved = {translated.get(name, name): value for name, value in saved.items()}
     groups = [list(one["param_groups"]) for one in content.get("optimizer_states", [])]
     return FoundCheckpoint(
         path=file.name,

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import lightning.pytorch as pl
 import torch
@@ -19,10 +20,11 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_mp.core import private_api, private_loop_api
 from lightning_mp.core.messages import place_of
-from lightning_mp.core.precisions import PrecisionSpec
+from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler, read_schedulers, schedulers_in
 from lightning_mp.modules.names import parameter_names
+from lightning_mp.policy.fails_in_16_bit import RefusedIn16Bit, WatchFor16Bit
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.preflight_checks.found import FoundStep
 from lightning_mp.step_memory.live_storages import MemorySample
@@ -129,6 +131,7 @@ class OperationNotes:
         self.count = 0
         self.mixed_dtypes = ""
         self._states: set[int] = set()
+        self._casts: dict[int, list[ref[torch.UntypedStorage]]] = {}  # by the id of what was cast
         # The tensors are kept, so that no other one gets their id.
         self._divided: dict[int, tuple[Tensor, float]] = {}
 
@@ -137,6 +140,8 @@ class OperationNotes:
         self.count += 1
         if torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ()):
             self._note_draw()
+        if not self.in_backward and str(operation) == "aten._to_copy.default" and result.dtype in HALF_DTYPES:
+            self._casts.setdefault(id(args[0]), []).append(ref(result.untyped_storage()))
         if not self.mixed_dtypes and str(operation).startswith(_OF_ONE_DTYPE):
             dtypes = {value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point()}
             if len(dtypes) > 1:
@@ -149,6 +154,10 @@ class OperationNotes:
     def divisor_of(self, loss: Tensor) -> float | None:
         """By which number the last operation has divided a loss; None if it did something else."""
         return self._divided[id(loss)][1] if id(loss) in self._divided else None
+
+    def copies_of(self, weight: Tensor) -> int:
+        """How many 16-bit copies of a weight are alive; at the end of a forward those that backward needs."""
+        return sum(cast() is not None for cast in self._casts.get(id(weight), ()))
 
     def _note_draw(self) -> None:
         generator = torch.default_generator
@@ -187,15 +196,20 @@ class WatchedStep:
         self.failures: list[tuple[str, str]] = []
         self._optimizers: list[NotedOptimizer] = []
         self._notes = OperationNotes()
+        self._watch_for_16_bit: WatchFor16Bit | None = None
         self._loss_divisor: float | None = None
         self._has_run = self._runs_own_code = self._in_manual_backward = False
         self._raw_backwards = self._closure_before_step = self._has_clipped = self._ignores_clipping = False
         self._raw_steps: list[str] = []
+        self._weight_copies: tuple[tuple[str, int], ...] = ()
+        self._copied_bytes = 0
 
     def run(self, batch: Any, precision: PrecisionSpec, policy: PrecisionPolicy | None, device_type: str) -> None:
         """Runs it once."""
+        self._watch_for_16_bit = WatchFor16Bit(device_type, lambda: self.copy)
         with random_state_kept(torch.device("cpu")), ExitStack() as stack, warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            stack.enter_context(self._watch_for_16_bit)
             # What fake tensors cannot do is in the report; torch logs it as well, with its stack.
             logger = logging.getLogger("torch._subclasses.fake_tensor")
             stack.callback(setattr, logger, "disabled", logger.disabled)
@@ -224,6 +238,12 @@ class WatchedStep:
         return self._notes.mixed_dtypes
 
     @property
+    def refused_in_16_bit(self) -> tuple[str, RefusedIn16Bit] | None:
+        """The first operation that torch would refuse, and in which format; None if it refuses none."""
+        watch = self._watch_for_16_bit
+        return (watch.dtype, watch.refused) if watch is not None and watch.refused is not None else None
+
+    @property
     def found(self) -> FoundStep | None:
         """The record; None if ``training_step`` did not finish."""
         if not self._has_run:
@@ -235,6 +255,8 @@ class WatchedStep:
             closure_before_step=self._closure_before_step,
             ignores_clipping=self._ignores_clipping,
             draws_anew=self._notes.draws_anew,
+            weight_copies=self._weight_copies,
+            copied_bytes=self._copied_bytes,
         )
 
     @property
@@ -348,11 +370,19 @@ class WatchedStep:
         self._has_run = True
         if not self._module.automatic_optimization:
             return None
+        self._count_copies()
         loss = output["loss"] if isinstance(output, dict) else output
         if isinstance(loss, Tensor):
             self._loss_divisor = self._notes.divisor_of(loss)
         self._notes.in_backward = True
         return loss
+
+    def _count_copies(self) -> None:
+        """Before a backward, which frees them."""
+        named = dict(zip(parameter_names(self.copy), self.copy.parameters(), strict=True))
+        copies = {name: self._notes.copies_of(weight) for name, weight in named.items()}
+        self._weight_copies = tuple((name, number) for name, number in copies.items() if number > 1)
+        self._copied_bytes = sum((number - 1) * 2 * named[name].numel() for name, number in self._weight_copies)
 
     @contextmanager
     def _own_code(self) -> Iterator[None]:
@@ -363,6 +393,8 @@ class WatchedStep:
             self._runs_own_code = False
 
     def _manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not self._weight_copies:
+            self._count_copies()
         self._in_manual_backward = self._notes.in_backward = True
         try:
             loss.backward(*args, **kwargs)

@@ -127,8 +127,8 @@ def estimate_memory(
     ``attention_mask`` has a zero. A mask under another name, or on the meta device, is assumed to hide no token, and
     positions to be those of one sequence.
 
-    The order of events is Lightning's: gradients of the previous step live until the forward has ended. Operations
-    count with their outputs; the workspace of kernels is not included.
+    The order of events is Lightning's: with its own plugins, gradients of the previous step live until the forward has
+    ended. Operations count with their outputs; the workspace of kernels is not included.
 
     Args:
         module: any module; for a LightningModule, ``training_step`` and ``configure_optimizers`` are used. Parameters
@@ -165,7 +165,7 @@ def estimate_memory(
         >>> model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
         >>> for precision in ("32-true", "bf16-mixed"):
         ...     parts = estimate_memory(model, zeros(1024, 256), precision=precision).end_of_forward.bytes_by_part
-        ...     print(parts["weights"], parts["gradients"], parts["activations"])
+        ...     print(parts["weights"], parts["optimizer states"], parts["activations"])
         789504 789504 2097152
         789504 789504 1572864
     """

@@ -17,6 +17,7 @@ from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import CAST_DTYPES, PrecisionSpec
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
+from lightning_mp.gradients.old_gradients import module_needs_old_gradients
 from lightning_mp.modules.names import named_modules
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
@@ -77,6 +78,7 @@ class StandInModel:
     def backward_context(self) -> Iterator[None]:
         """What a plugin puts around a backward: rules hold for what a checkpoint runs again."""
         with ExitStack() as stack:
+            stack.enter_context(torch.autocast("cpu", enabled=False))  # its end empties the cache
             if self._policy is not None:
                 stack.enter_context(self._policy.in_force(self._precision.compute_dtype))
             yield
@@ -222,7 +224,8 @@ def simulate_step(
 ) -> list[MemorySample]:
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
-    Lightning clears gradients between forward and backward, so those of the step before live through the forward.
+    Lightning clears gradients between forward and backward, so those of the step before live through the forward; the
+    plugins of this package free them before it.
     """
     has_padding = _has_padding(batch)
     fake = private_api.FakeTensorMode(allow_non_fake_inputs=True)
@@ -252,7 +255,8 @@ def simulate_step(
         one.step()  # the first one makes the states
         live.add("optimizer states", one.states)
     states = live.bytes_by_part.get("optimizer states", 0)
-    before = [_second_step(sample, gradients, states) for sample in live.samples]
+    old_gradients = 0 if _frees_gradients(module, precision) else gradients
+    before = [_second_step(sample, old_gradients, states) for sample in live.samples]
     live.samples.clear()
     live.phase = "optimizer step"
     live.sample()
@@ -261,11 +265,17 @@ def simulate_step(
     return before + live.samples
 
 
-def _second_step(sample: MemorySample, gradients: int, states: int) -> MemorySample:
+def _frees_gradients(module: nn.Module, precision: PrecisionSpec) -> bool:
+    """Whether the last step's gradients are freed before the forward."""
+    is_lightning_module = hasattr(module, "on_before_zero_grad")
+    return precision.frees_gradients and not (is_lightning_module and module_needs_old_gradients(module))  # type: ignore[arg-type]
+
+
+def _second_step(sample: MemorySample, old_gradients: int, states: int) -> MemorySample:
     """A moment of the first step as it is in the second: with states, and in the forward with the old gradients."""
     parts = {**sample.bytes_by_part, "optimizer states": states}
     if sample.phase == "forward":
-        parts["gradients"] = gradients
+        parts["gradients"] = old_gradients
     return MemorySample(sample.phase, {part: parts[part] for part in PARTS if parts.get(part)})
 
 

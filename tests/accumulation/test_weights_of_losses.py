@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import ResumableLoader, TokenModel, fit, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -459,6 +460,46 @@ def test_a_first_micro_batch_unlike_the_others_skips_no_step(first: int) -> None
     scaler = LossScaler(init_scale=2.0**15)
     fit(module, batches, monitor, plugin=AutocastPrecision("16-mixed", scaler=scaler), accumulate_grad_batches=2)
     assert monitor.skipped_steps == 0
+
+
+class Fetching(OneLoss):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, *_ = next(dataloader_iter)
+        return self.loss(self.net, batch)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter`")
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("driver", ["Trainer", "scheduler", "stock scheduler"])
+def test_a_step_that_fetches_its_batches_has_the_same_weights(driver: str, sized: bool) -> None:
+    callbacks, arguments = DRIVERS[driver]
+    batches = labelled((1, 8, 4, 2, 5, 3))
+    module = Fetching(LOSSES["classes"])
+    data: Any = batches if sized else Stream(batches)
+    fit(module, data, *callbacks(), plugin=AutocastPrecision("bf16-mixed"), **arguments)
+    whole = fitted(LOSSES["classes"], [joined(batches[:3]), joined(batches[3:])])
+    torch.testing.assert_close(weights(module), whole)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter`")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget")
+@pytest.mark.parametrize("name", ["budget", "monitor", "weight"])
+def test_a_step_that_fetches_its_batches_cannot_be_counted(name: str) -> None:
+    callback = AccumulationScheduler({0: 2}, weight_by="token") if name == "weight" else COUNTERS[name]()
+    with pytest.raises(
+        MisconfigurationException, match="fetches its batches itself, so nothing can count their tokens"
+    ):
+        fit(Fetching(LOSSES["classes"]), labelled((1, 8)), callback, plugin=AutocastPrecision("bf16-mixed"))
 
 
 def test_another_choice_is_refused() -> None:

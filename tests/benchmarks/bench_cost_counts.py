@@ -223,7 +223,7 @@ PLUGINS: dict[str, Callable[[], Precision | None]] = {
     "stock, 32-true": lambda: None,
     "stock, bf16-mixed": lambda: stock_plugin("bf16-mixed"),
     "ours, bf16-mixed": lambda: our_plugin("bf16-mixed"),
-    "ours, fp8-mixed": lambda: Float8Precision(emulate=True),
+    "ours, fp8-mixed": lambda: Float8Precision(emulate=True, skip_small=False),
     "ours, bf16-true, fp32 masters": lambda: MasterWeightsPrecision("bf16-true"),
     "ours, bf16-true, remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
     "ours, 16-true, fp32 masters": lambda: MasterWeightsPrecision(
@@ -236,7 +236,8 @@ KEPT = ("weights", "gradients", "masters", "optimizer states")
 
 @cache
 def bytes_per_parameter(name: str) -> dict[str, float]:
-    """Of a decoder with AdamW, in the second step of a run, by part: walked, not estimated."""
-    parts = measure("decoder", "AdamW", PLUGINS[name]()).parts
+    """Of a decoder with AdamW, between the first two steps of a run, by part: walked, not estimated."""
+    measured = measure("decoder", "AdamW", PLUGINS[name]())
+    parts = measured.parts | {"gradients": measured.gradient_bytes}
     parameters = sum(p.numel() for p in MODELS["decoder"][0]().parameters())
     return {part: parts[part] / parameters for part in KEPT}

@@ -22,7 +22,7 @@ PLUGINS: dict[str, Callable[[str], Precision | None]] = {
     "ours, 16-mixed": lambda device: our_plugin("16-mixed", device),
     "ours, bf16-true, fp32 masters": lambda device: MasterWeightsPrecision("bf16-true"),
     "stock, 32-true": lambda device: None,
-    "ours, fp8 tensorwise": lambda device: Float8Precision("tensorwise"),
+    "ours, fp8 tensorwise": lambda device: Float8Precision("tensorwise", skip_small=False),
 }
 BASELINE = "stock, bf16-mixed"
 CONFIG, BATCH_SIZE = GPTConfig(layers=6, heads=6, width=384, block_tokens=256), 32

@@ -41,7 +41,7 @@ def _refusal(capsys, *arguments):
             "argument --precision: invalid choice: 'int4' (choose from ",
         ),
         (["--precision", "fp8", "--recipe", "soup"], "argument --recipe: invalid choice: 'soup' (choose from "),
-        (["--recipe", "tensorwise"], "--recipe works only with --precision fp8, not bf16-mixed"),
+        (["--recipe", "rowwise"], "--recipe works only with --precision fp8, not bf16-mixed"),
         (["--precision", "bf16-true", "--storage", "tape"], "argument --storage: invalid choice: 'tape' (choose from "),
         (
             ["--precision", "16-true", "--storage", "remainder"],

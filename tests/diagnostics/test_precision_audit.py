@@ -97,7 +97,7 @@ def test_the_autocast_of_a_module_is_that_inside_of_its_rule() -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_fp8_layers_are_told_from_those_in_bf16(recipe: Any) -> None:
     """torchao's recipes: which of a layer's three products are in which format."""
-    audit = audited(Known(), plugins=[Float8Precision(recipe, emulate=True)])
+    audit = audited(Known(), plugins=[Float8Precision(recipe, skip_small=False, emulate=True)])
     report = audit.records
     assert report is not None
     forward, backward = runs(report), [row for row in report.operations if row.phase == "backward"]

@@ -267,7 +267,7 @@ def test_a_planted_fault_is_named_and_nothing_else(case: str) -> None:
 
 def test_an_fp8_layer_that_is_gone_round_is_named() -> None:
     module = Known()
-    plugin = Float8Precision(emulate=True, skip_first_and_last=False)
+    plugin = Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False)
 
     def forward(x: Tensor) -> Tensor:
         return F.gelu(x @ module.middle.weight.t())

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,11 +237,12 @@ def rows_of(heading: str) -> dict[str, Row]:
 TABLES = {heading: rows_of(heading) for heading in ("The plugins of this package", "Stock Lightning")}
 ROWS = {name: row for table in TABLES.values() for name, row in table.items()}
 NAMES = {name: getattr(lightning_mp, name) for name in lightning_mp.__all__ if name.endswith("Precision")}
+SMALL = {"Float8Precision": partial(lightning_mp.Float8Precision, skip_small=False)}  # as the model here is
 STOCK = {"MixedPrecision": MixedPrecision, "HalfPrecision": HalfPrecision, "GradScaler": torch.amp.GradScaler}
 
 
 def plugin_of(name: str) -> Precision | None:
-    plugin: Precision | None = eval(name, {**NAMES, **STOCK})
+    plugin: Precision | None = eval(name, {**NAMES, **SMALL, **STOCK})
     return plugin
 
 
@@ -284,7 +286,7 @@ def test_every_plugin_has_a_row_and_every_row_a_purpose() -> None:
 def test_what_the_page_says_about_runs_without_clipping(fused: bool) -> None:
     stock = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     assert figures_of(stock, fused=fused, clip=None).traffic == 2 * 4
-    for name in ('AutocastPrecision("bf16-mixed")', "TF32Precision()", 'Float8Precision("rowwise")'):
+    for name in ('AutocastPrecision("bf16-mixed")', "TF32Precision()", "Float8Precision()"):
         assert figures_of(plugin_of(name), fused=fused, clip=None).traffic == 1 * 4
 
 

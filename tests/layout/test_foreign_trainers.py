@@ -130,7 +130,12 @@ def test_a_pytorch_lightning_trainer_is_told_which_import_the_checkpoint_plugin_
 
 @pytest.mark.parametrize(
     "plugin",
-    [AutocastPrecision("bf16-mixed"), MasterWeightsPrecision("bf16-true"), Float8Precision(), TF32Precision()],
+    [
+        AutocastPrecision("bf16-mixed"),
+        MasterWeightsPrecision("bf16-true"),
+        Float8Precision(),
+        TF32Precision(),
+    ],
     ids=lambda plugin: type(plugin).__name__,
 )
 def test_fabrics_autocast_before_set_up_is_refused(plugin: Any) -> None:
@@ -235,7 +240,11 @@ def test_loss_scaler_stands_in_for_grad_scaler_anywhere(train: Callable[[torch.a
 
 @pytest.mark.parametrize(
     "plugin",
-    [lambda: MasterWeightsPrecision("bf16-true"), TF32Precision, lambda: Float8Precision(emulate=True)],
+    [
+        lambda: MasterWeightsPrecision("bf16-true"),
+        TF32Precision,
+        lambda: Float8Precision(emulate=True, skip_small=False),
+    ],
     ids=["masters", "tf32", "fp8"],
 )
 def test_never_a_bare_assertion_where_contexts_are_asked_for(plugin: Any) -> None:

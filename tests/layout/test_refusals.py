@@ -281,7 +281,12 @@ def test_the_budget_is_refused_in_manual_optimization() -> None:
 
 @pytest.mark.parametrize(
     "plugin",
-    [AutocastPrecision("16-mixed"), MasterWeightsPrecision("bf16-true"), TF32Precision(), Float8Precision()],
+    [
+        AutocastPrecision("16-mixed"),
+        MasterWeightsPrecision("bf16-true"),
+        TF32Precision(),
+        Float8Precision(),
+    ],
     ids=lambda plugin: type(plugin).__name__,
 )
 def test_plugins_and_the_monitor_are_refused_under_deepspeed(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:

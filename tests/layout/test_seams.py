@@ -33,6 +33,7 @@ GUARDED_ELSEWHERE = {
     # below, by test_grad_scaler_keeps_its_state_where_a_subclass_finds_it
     *MADE_BY_INIT,
     # accumulation/test_carry_over_epochs.py, resume/test_resumable_progress.py
+    "_detect_anomaly",  # test_the_trainer_knows_whether_it_detects_anomalies
     *("_batches_that_stepped", "_combined_loader", "_combined_loader_states_to_load", "_data_fetcher"),
     "_skip_next_val",
     # modules/test_whole_parameters.py
@@ -501,3 +502,8 @@ def test_a_module_that_clips_with_its_own_numbers_reaches_the_plugin_through_the
 def test_lightning_is_the_version_that_these_guards_were_written_for():
     """Its minor versions; with another one read this file and the changes of Lightning side by side."""
     assert pl.__version__.split(".")[:2] in (["2", "6"], ["2", "7"])
+
+
+@pytest.mark.parametrize("detect_anomaly", [True, False])
+def test_the_trainer_knows_whether_it_detects_anomalies(detect_anomaly):
+    assert private_loop_api.detects_anomalies(quiet_trainer(detect_anomaly=detect_anomaly)) is detect_anomaly

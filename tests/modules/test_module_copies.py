@@ -142,7 +142,9 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "a policy": lambda: {"plugins": [AutocastPrecision("bf16-mixed", policy={"layers.2": "fp32", "softmax": "fp32"})]},
     "masters": lambda: {"plugins": [MasterWeightsPrecision("16-true")]},
     "masters in 16 bits": lambda: {"plugins": [MasterWeightsPrecision("bf16-true", storage="remainder")]},
-    "Float8Precision": lambda: {"plugins": [Float8Precision(emulate=True, skip_first_and_last=False)]},
+    "Float8Precision": lambda: {
+        "plugins": [Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False)]
+    },
     "OverflowMonitor on a stock plugin": lambda: STOCK | {"callbacks": [OverflowMonitor()]},
     "UnderflowMonitor": lambda: STOCK | {"callbacks": [UnderflowMonitor(every_n_steps=1, watch="activations")]},
     "PrecisionAudit": lambda: STOCK | {"callbacks": [PrecisionAudit()]},

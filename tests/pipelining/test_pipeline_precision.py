@@ -53,7 +53,7 @@ def test_fp8_layers_are_chosen_in_the_whole_model():
     pytest.importorskip("torchao")
 
     def rank(strategy, devices):
-        plugin = Float8Precision(emulate=True, skip=["model.blocks.0.mlp"])
+        plugin = Float8Precision(emulate=True, skip_small=False, skip=["model.blocks.0.mlp"])
         module = PipelinedGPT()
         fit(module, strategy, devices, plugin=plugin, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
         left = [name for name, part in module.named_modules() if "Float8" in type(part).__name__]

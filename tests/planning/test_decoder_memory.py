@@ -85,10 +85,12 @@ def test_formulas_agree_with_the_measured_step_of_a_module():
         layers=2, width=WIDTH, heads=4, kv_heads=2, ffn_width=4 * WIDTH, vocabulary=VOCABULARY, gated=False
     )
     formula = decoder_memory(config, sequences=4, context_tokens=32, precision="bf16-masters").bytes_by_part
-    measured = estimate_memory(module, ids, precision="bf16-masters").end_of_forward.bytes_by_part
+    estimate = estimate_memory(module, ids, precision="bf16-masters")
     for part in STATES:
-        assert formula[part] == pytest.approx(measured[part], rel=0.05)
-    assert formula["activations"] == pytest.approx(measured["activations"], rel=0.25)
+        largest = max(sample.bytes_by_part.get(part, 0) for sample in estimate.samples)
+        assert formula[part] == pytest.approx(largest, rel=0.05)
+    saved = estimate.end_of_forward.bytes_by_part["activations"]
+    assert formula["activations"] == pytest.approx(saved, rel=0.25)
 
 
 def test_every_chip_with_a_peak_has_a_memory():

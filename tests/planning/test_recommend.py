@@ -110,6 +110,7 @@ def test_fp8_is_for_large_products_only_and_to_be_measured():
     for model, reason in (
         (GPT2, "No fp8 at a width of 768"),
         ("8B", "give the shape of the model"),
+        (DecoderConfig(layers=16, width=1520, vocabulary=50257, heads=19), "No fp8 at a width of 1520"),
         (replace(LLAMA_8B, ffn_width=14335), "ffn_width 14335 is not a multiple of 16"),
     ):
         row = recommend("H100", model=model).choice("precision")

@@ -79,6 +79,7 @@ def plugin(policy: Any = RULES, recipe: str = "rowwise", **arguments: Any) -> Fl
     return Float8Precision(
         recipe,
         skip_first_and_last=False,
+        skip_small=False,
         policy=PrecisionPolicy(policy) if isinstance(policy, list) else policy,
         **arguments,
     )

@@ -137,7 +137,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "master-weights-remainder": lambda: MasterWeightsPrecision(
         "bf16-true", storage="remainder", policy=PrecisionPolicy(SHARDED_RULES)
     ),
-    "fp8": lambda: Float8Precision(policy=PrecisionPolicy(SHARDED_RULES), skip_first_and_last=False),
+    "fp8": lambda: Float8Precision(skip_small=False, policy=PrecisionPolicy(SHARDED_RULES), skip_first_and_last=False),
 }
 SHARDED_RULES = [("head", "fp32"), *PrecisionPolicy.default().rules]
 WANTED = ["net", "head"]

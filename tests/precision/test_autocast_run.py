@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from policy_models import nothing_is_left
-from small_models import fit, weights
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, PrecisionPolicy
@@ -18,8 +18,10 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "autocast": lambda: AutocastPrecision("bf16-mixed"),
     "autocast-policy": lambda: AutocastPrecision("bf16-mixed", policy=PrecisionPolicy.default()),
     "fp16": lambda: AutocastPrecision("16-mixed"),
-    "fp8": lambda: Float8Precision(skip_first_and_last=False),
-    "fp8-policy": lambda: Float8Precision(skip_first_and_last=False, policy=PrecisionPolicy.default()),
+    "fp8": lambda: Float8Precision(skip_small=False, skip_first_and_last=False),
+    "fp8-policy": lambda: Float8Precision(
+        skip_small=False, skip_first_and_last=False, policy=PrecisionPolicy.default()
+    ),
     "master-weights": lambda: MasterWeightsPrecision("bf16-true", policy=PrecisionPolicy.default()),
     "master-weights-fp16": lambda: MasterWeightsPrecision("16-true", policy=PrecisionPolicy.default()),
 }
@@ -106,3 +108,30 @@ def test_emulated_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("autocast", "fp16"):
         train(Net(), PLUGINS[name]())
     assert asked == [("cpu", "AutocastPrecision('16-mixed')")]
+
+
+class NanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.nan
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in NanGradientBackward")
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_an_anomaly_under_a_loss_scale_has_a_hint(precision):
+    """Without the flag it is a step that is skipped."""
+
+    class Overflows(Regression):
+        def training_step(self, batch, batch_idx):
+            return NanGradient.apply(super().training_step(batch, batch_idx))
+
+    trainer = quiet_trainer(plugins=[AutocastPrecision(precision)], max_steps=1, detect_anomaly=True)
+    with pytest.raises(RuntimeError, match="returned nan values") as caught:
+        trainer.fit(Overflows(), loader(regression_batches(2)))
+    hints = getattr(caught.value, "__notes__", [])
+    assert len(hints) == (precision == "16-mixed")
+    assert all("OverflowPostMortem(replay=True)" in hint for hint in hints)

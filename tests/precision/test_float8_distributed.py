@@ -100,7 +100,7 @@ def test_all_ranks_end_alike_and_fsdp2_close_to_ddp(recipe):
         for kind, module in (("ddp", Net()), ("fsdp2", Sharded())):
             during: list[str] = []
             module.on_train_batch_start = lambda *_, module=module, during=during: during.extend(classes(module))
-            train(rank, module, Float8Precision(recipe), kind)
+            train(rank, module, Float8Precision(recipe, skip_small=False), kind)
             results[kind] = full(module), module.losses, during[:4], classes(module)
         return results
 
@@ -131,12 +131,12 @@ def test_tensor_parallel_layers_multiply_in_fp8():
     def run(rank: int) -> Any:
         module = TensorParallel()
         parallel = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, process_group_backend="gloo")
-        fit(module, batches(0, 8), devices=2, strategy=parallel, plugin=Float8Precision())
+        fit(module, batches(0, 8), devices=2, strategy=parallel, plugin=Float8Precision(skip_small=False))
         return full(module), module.losses
 
     (first, losses), (second, _) = run_ranks(run, 2)
     alone = Net()
-    fit(alone, batches(0, 8), plugin=Float8Precision())
+    fit(alone, batches(0, 8), plugin=Float8Precision(skip_small=False))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert losses == pytest.approx(alone.losses, abs=0.01)
 
@@ -147,9 +147,9 @@ def test_fsdp1_is_close_to_ddp(recipe):
     def run(rank: int) -> Any:
         module, reference = Net(), Net()
         fsdp1 = CpuFsdp(auto_wrap_policy={nn.Linear})
-        plugin = Float8Precision(recipe)
+        plugin = Float8Precision(recipe, skip_small=False)
         fit(module, batches(rank, 10), devices=2, strategy=fsdp1, plugin=plugin)
-        train(rank, reference, Float8Precision(recipe), "ddp", 10)
+        train(rank, reference, Float8Precision(recipe, skip_small=False), "ddp", 10)
         return module.losses, reference.losses, [layer.name for layer in plugin.layers]
 
     for losses, expected, names in run_ranks(run, 2):
@@ -163,7 +163,7 @@ def test_fsdp1_is_close_to_ddp(recipe):
 def test_a_run_on_fsdp2_is_resumed_with_the_same_bits(tmp_path, kind):
     def run(rank: int) -> Any:
         def make() -> tuple[Sharded, Float8Precision]:
-            return Sharded(), Float8Precision("tensorwise")
+            return Sharded(), Float8Precision("tensorwise", skip_small=False)
 
         straight, plugin = make()
         train(rank, straight, plugin, kind, 3, max_epochs=2)

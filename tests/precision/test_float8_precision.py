@@ -1,6 +1,7 @@
 """Float8Precision in a Trainer: against a plain loop, with hooks, clipping, overflows, checkpoints and refusals."""
 
 import copy
+import itertools
 import re
 from typing import Any
 
@@ -14,8 +15,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import adamw, fused_adamw, loader, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, Float8Precision, OverflowMonitor
+from lightning_mp.core.float8_gains import SMALLEST_GAIN
+from lightning_mp.policy import float8_layers
 from lightning_mp.policy.float8_layers import choose_float8_layers
 from lightning_mp.precision import float8
 from lightning_mp.precision.float8 import why_no_float8_on
@@ -76,7 +80,9 @@ def batches(count: int, batch_size: int = 12) -> list[list[Tensor]]:
 
 
 def fit(module: Net, count: int = 6, plugin: Any = None, callbacks: Any = (), **arguments: Any) -> pl.Trainer:
-    return small_models.fit(module, batches(count), *callbacks, plugin=plugin or Float8Precision(), **arguments)
+    return small_models.fit(
+        module, batches(count), *callbacks, plugin=plugin or Float8Precision(skip_small=False), **arguments
+    )
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ def plain_loop(module: Net, config: Any, count: int, clip: float | None) -> None
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_fit_equals_a_plain_loop(recipe, emulate, clip, optimizer):
     ours, reference = Net(optimizer), Net(optimizer)
-    fit(ours, plugin=Float8Precision(recipe, emulate=emulate), gradient_clip_val=clip)
+    fit(ours, plugin=Float8Precision(recipe, skip_small=False, emulate=emulate), gradient_clip_val=clip)
     plain_loop(reference, float8_config(recipe, emulate=bool(emulate)), 6, clip)
     for a, b in zip(weights(ours), weights(reference), strict=True):
         if clip is None:
@@ -157,7 +163,7 @@ def test_layers_are_ordinary_again_after_an_exception():
 
 
 def test_what_was_decided_is_told(caplog):
-    plugin = Float8Precision(skip=["net.2"])
+    plugin = Float8Precision(skip_small=False, skip=["net.2"])
     with caplog.at_level("INFO"):
         fit(Net(), 1, plugin)
     assert {layer.name: layer.skipped_because for layer in plugin.layers} == {
@@ -167,7 +173,7 @@ def test_what_was_decided_is_told(caplog):
         "net.5": "out_features is 1, not a multiple of 16",
     }
     counted = "1 of 4 Linear layers; not net.0 (it is the first Linear), net.2 (skip='net.2')"
-    assert f"Float8Precision('rowwise'): {counted}" in caplog.text
+    assert f"Float8Precision('tensorwise'): {counted}" in caplog.text
 
 
 def test_frozen_weights_keep_their_bits():
@@ -245,7 +251,7 @@ def test_accumulation_is_the_mean_over_the_window():
     accumulated = TrueGradients()
     fit(Net(), 4, callbacks=[AccumulationScheduler({0: 4}), accumulated])
     module = Net()
-    convert_to_float8(choose_float8_layers(module), float8_config("rowwise"))
+    convert_to_float8(choose_float8_layers(module), float8_config("tensorwise"))
     for batch in batches(4):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             (module.loss(batch) / 4).backward()
@@ -261,7 +267,7 @@ def test_checkpoints_go_to_and_from_bf16(tmp_path, first):
     """Names and tensors are those of the ordinary model; a run in one precision goes on in the other."""
 
     def plugin(kind: str) -> Any:
-        return Float8Precision() if kind == "fp8" else AutocastPrecision("bf16-mixed")
+        return Float8Precision(skip_small=False) if kind == "fp8" else AutocastPrecision("bf16-mixed")
 
     trained = Net()
     fit(trained, 3, plugin(first)).save_checkpoint(tmp_path / "last.ckpt")
@@ -278,9 +284,9 @@ def test_checkpoints_go_to_and_from_bf16(tmp_path, first):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, recipe):
     straight, stopped, resumed = Net(), Net(), Net()
-    quiet_trainer(plugins=[Float8Precision(recipe)], max_epochs=2).fit(straight, loader(batches(3)))
-    fit(stopped, 3, Float8Precision(recipe)).save_checkpoint(tmp_path / "last.ckpt")
-    trainer = quiet_trainer(plugins=[Float8Precision(recipe)], max_epochs=2)
+    quiet_trainer(plugins=[Float8Precision(recipe, skip_small=False)], max_epochs=2).fit(straight, loader(batches(3)))
+    fit(stopped, 3, Float8Precision(recipe, skip_small=False)).save_checkpoint(tmp_path / "last.ckpt")
+    trainer = quiet_trainer(plugins=[Float8Precision(recipe, skip_small=False)], max_epochs=2)
     trainer.fit(resumed, loader(batches(3)), ckpt_path=tmp_path / "last.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(resumed), strict=True))
 
@@ -301,23 +307,24 @@ def refused(message: str, plugin: Float8Precision, error: type[Exception] = Misc
 
 def test_nothing_left_to_multiply_in_fp8_is_refused():
     refused(
-        "Float8Precision('rowwise') would multiply nothing in fp8: 0 of 4 Linear layers; not net.0 (it is the first"
-        " Linear), net.2 (skip='net.[24]'), net.4 (skip='net.[24]'), net.5 (out_features is 1, not a multiple of 16)."
-        " Shorten skip, give skip_first_and_last=False, or use AutocastPrecision('bf16-mixed').",
-        Float8Precision(skip=["net.[24]"]),
+        "Float8Precision('tensorwise') would multiply nothing in fp8: 0 of 4 Linear layers; not net.0 (it is the first"
+        " Linear), net.2, net.4 (skip='net.[24]'), net.5 (out_features is 1, not a multiple of 16). Use"
+        " AutocastPrecision('bf16-mixed'), or shorten skip, or give skip_first_and_last=False or skip_small=False.",
+        Float8Precision(skip_small=False, skip=["net.[24]"]),
     )
 
 
 def test_what_the_refusal_of_nothing_offers_works():
     module = Net()
-    fit(module, 1, Float8Precision(skip=["net.[24]"], skip_first_and_last=False))
+    fit(module, 1, Float8Precision(skip_small=False, skip=["net.[24]"], skip_first_and_last=False))
     assert module.classes == [["Float8Linear", "Linear", "Linear", "Linear"]]
 
 
 def test_a_device_that_cannot_is_refused(monkeypatch):
     monkeypatch.setattr(float8, "why_no_float8_on", lambda *_, **__: "it has no fp8 units. Do this.")
     refused(
-        "Float8Precision('tensorwise') cannot run on cpu: it has no fp8 units. Do this.", Float8Precision("tensorwise")
+        "Float8Precision('tensorwise') cannot run on cpu: it has no fp8 units. Do this.",
+        Float8Precision("tensorwise", skip_small=False),
     )
 
 
@@ -326,8 +333,8 @@ def test_a_device_whose_product_fails_is_refused_before_anything_happens(monkeyp
         raise RuntimeError("fp8 is not for this chip")
 
     monkeypatch.setattr(torch, "_scaled_mm", fail)
-    refused("Float8Precision('rowwise') cannot run on cpu: fp8 is not for this chip", Float8Precision())
-    fit(Net(), plugin=Float8Precision(emulate=True))
+    refused("Float8Precision('rowwise') cannot run on cpu: fp8 is not for this chip", Float8Precision("rowwise"))
+    fit(Net(), plugin=Float8Precision(emulate=True, skip_small=False))
 
 
 def test_an_unknown_recipe_is_refused_at_once():
@@ -335,8 +342,88 @@ def test_an_unknown_recipe_is_refused_at_once():
         Float8Precision("row")
 
 
+class Wide(pl.LightningModule):
+    """On the meta device, since only shapes count."""
+
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        pairs = itertools.pairwise(widths)
+        self.net = nn.Sequential(*(nn.Linear(*pair, bias=False, device="meta") for pair in pairs))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_from_the_smallest_gain_are_chosen(recipe, parts, monkeypatch):
+    """Every one that is chosen also passes torchao's own filter, where there is one."""
+    smallest = SMALLEST_GAIN[recipe].features
+    monkeypatch.setattr(float8_layers, "tensor_parallel_parts", lambda *_: parts)
+    sizes = [768 * parts, smallest * parts - 16 * parts, smallest * parts, 8192 * parts]
+    layers = {pair: nn.Linear(*pair, device="meta") for pair in itertools.product(sizes, repeat=2)}
+    model = nn.Sequential(nn.Linear(16, 16), *layers.values(), nn.Linear(16, 16))
+    chosen = [
+        layer.module
+        for layer in choose_float8_layers(model, smallest=SMALLEST_GAIN[recipe])
+        if not layer.skipped_because
+    ]
+    assert chosen == [layer for pair, layer in layers.items() if min(pair) >= smallest * parts]
+    if recipe != "rowwise_with_gw_hp" and parts == 1:
+        assert all(_auto_filter_for_recipe(recipe, [])(layer, "") for layer in chosen)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "widths", "chosen"),
+    [
+        ("tensorwise", (64, 2048, 8192, 2048, 64), ["net.1", "net.2"]),  # 1.11x
+        ("tensorwise", (64, 768, 3072, 768, 64), []),  # 0.83x
+        ("rowwise", (64, 4096, 16384, 4096, 64), ["net.1", "net.2"]),  # 1.12x
+        ("rowwise", (64, 2048, 8192, 2048, 64), []),  # 0.87x
+    ],
+)
+def test_the_measured_widths(recipe, widths, chosen):
+    plugin = Float8Precision(recipe)
+    layers = plugin.choose_layers(Wide(*widths))
+    assert [layer.name for layer in layers if layer.skipped_because is None] == chosen
+    assert (plugin.why_no_layer(layers) is None) == bool(chosen)
+    everything = Float8Precision(recipe, skip_small=False).choose_layers(Wide(*widths))
+    assert [layer.name for layer in everything if layer.skipped_because is None] == ["net.1", "net.2"]
+
+
+def test_a_model_without_a_gain_is_refused():
+    refused(
+        "Float8Precision('tensorwise') would multiply nothing in fp8: 0 of 4 Linear layers; not net.0 (it is the first"
+        " Linear), net.2, net.4 (in_features is 64, and fp8 gains from 1536), net.5",
+        Float8Precision(),
+    )
+
+
+def compiled_whole(module: Net) -> None:
+    module.compile(backend="eager")
+
+
+def compiled_layer(module: Net) -> None:
+    module.net[2].compile(backend="eager")
+
+
+def compiled_wrapper(module: Net) -> None:
+    module.net = torch.compile(module.net, backend="eager")
+
+
+@pytest.mark.parametrize("compile_it", [None, compiled_whole, compiled_layer, compiled_wrapper])
+def test_without_compile_one_line_says_what_it_costs(compile_it, caplog):
+    module = Net()
+    if compile_it is not None:
+        compile_it(module)
+    with caplog.at_level("INFO"):
+        fit(module, 1) if compile_it is not compiled_wrapper else quiet_trainer(
+            plugins=[Float8Precision(skip_small=False)], limit_train_batches=0, max_steps=1
+        ).fit(module, loader(batches(1)))
+    said = [record.message for record in caplog.records if "no module is compiled" in record.message]
+    assert len(said) == (compile_it is None)
+    assert not said or "0.18x of bf16's tokens per second" in said[0]
+
+
 def test_fsdp_gets_bf16_parameters_and_fp32_sums():
-    config = Float8Precision().mixed_precision_config
+    config = Float8Precision(skip_small=False).mixed_precision_config
     assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (
         torch.bfloat16,
         torch.float32,
@@ -371,7 +458,13 @@ def test_the_loss_falls_on_cuda(recipe, emulate):
     if not emulate:
         needs_fp8_units()
     module = Net(fused_adamw)
-    fit(module, 60, plugin=Float8Precision(recipe, emulate=emulate), accelerator="gpu", gradient_clip_val=1.0)
+    fit(
+        module,
+        60,
+        plugin=Float8Precision(recipe, skip_small=False, emulate=emulate),
+        accelerator="gpu",
+        gradient_clip_val=1.0,
+    )
     assert module.classes[0] == DURING
     assert sum(module.losses[-10:]) < 0.5 * sum(module.losses[:10])
 

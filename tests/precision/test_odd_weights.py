@@ -24,7 +24,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
     "24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     "masters-fp16": lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=64.0)),
-    "fp8": lambda: Float8Precision(emulate=True, skip_first_and_last=False),
+    "fp8": lambda: Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False),
 }
 
 

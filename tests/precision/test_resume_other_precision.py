@@ -33,7 +33,7 @@ PRECISIONS: dict[str, Callable[[], list[Any]]] = {
     "remainder": lambda: [MasterWeightsPrecision("bf16-true", storage="remainder")],
     "24bit": lambda: [MasterWeightsPrecision("bf16-true", storage="24bit")],
     "policy": lambda: [MasterWeightsPrecision("bf16-true", policy={"norms": "fp32"})],
-    "fp8": lambda: [Float8Precision("rowwise", emulate=True, skip_first_and_last=False)],
+    "fp8": lambda: [Float8Precision("rowwise", skip_small=False, emulate=True, skip_first_and_last=False)],
 }
 STOCK = ("stock-32", "stock-mixed", "stock-true")
 MASTERS = ("masters", "remainder", "24bit", "policy")

@@ -15,7 +15,7 @@ from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecis
 PLUGINS: dict[str, Callable[[], Any]] = {
     "16-mixed": lambda: AutocastPrecision("16-mixed"),
     "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),
-    "fp8": lambda: Float8Precision(emulate=True, skip_first_and_last=False),
+    "fp8": lambda: Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False),
 }
 
 

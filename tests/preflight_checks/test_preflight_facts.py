@@ -1,6 +1,8 @@
 """What is read off Trainers, data and schedulers before a fit is what the fit then has."""
 
+import copyreg
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
 
-from lightning_mp import AccumulationScheduler, preflight
+from lightning_mp import AccumulationScheduler, estimate_memory, preflight
 from lightning_mp.lr_schedule.scheduler_facts import read_schedulers
 from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
 from lightning_mp.preflight_checks.trainer_facts import layers_in_eval, layers_of, run_of, untied_embeddings
@@ -144,3 +146,28 @@ def test_sizes_of_gpt2_and_its_tied_embeddings() -> None:
     assert untied_embeddings(model) == ()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     assert untied_embeddings(model) == ("input and output embeddings of GPT2LMHeadModel",)
+
+
+class Augments(Net):
+    """Draws from generators of its own, wherever they are."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.rng = torch.Generator().manual_seed(3)
+        self.where, self.holder, self.held = where, SimpleNamespace(rng=self.rng), {"rng": [self.rng]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rng = {"attribute": self.rng, "object": self.holder.rng, "collection": self.held["rng"][0]}[self.where]
+        noise = torch.randn(batch[0].shape, generator=rng, device=self.device)
+        return super().training_step([batch[0] + noise, batch[1]], batch_idx)
+
+
+@pytest.mark.parametrize("where", ["attribute", "object", "collection"])
+def test_a_module_with_a_generator_is_checked_and_draws_nothing(where: str) -> None:
+    module = Augments(where)
+    before, table = module.rng.get_state(), dict(copyreg.dispatch_table)
+    report = preflight(quiet_trainer(max_epochs=1), module, loader(regression_batches(2)))
+    assert (report.findings, report.not_checked) == ((), ())
+    assert torch.equal(module.rng.get_state(), before)
+    assert copyreg.dispatch_table == table
+    assert estimate_memory(module, regression_batches(1)[0]).peak_bytes > 0

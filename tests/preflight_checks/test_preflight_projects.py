@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from innocent_models import INNOCENT_MODELS
-from preflight_projects import PROJECTS, write_checkpoints
+from preflight_projects import PROJECTS, Unrolled, write_checkpoints
 from small_models import loader, quiet_trainer
 
 from lightning_mp import AutocastPrecision, preflight
@@ -60,4 +61,12 @@ def test_of_an_innocent_model_nothing_is_said(name: str) -> None:
     model = INNOCENT_MODELS[name]
     trainer = quiet_trainer(plugins=[AutocastPrecision(model.precisions[0])])
     report = preflight(trainer, model.make(), loader(model.batches(2)), device="H100")
+    assert report.findings == (), report
+
+
+@pytest.mark.parametrize("plugin", [AutocastPrecision("bf16-mixed", cache_weights=True), None])
+def test_nothing_is_said_of_reused_weights_where_no_copies_are_kept(plugin: Any) -> None:
+    """D65."""
+    trainer = quiet_trainer(plugins=[plugin] if plugin is not None else [])
+    report = preflight(trainer, Unrolled(), loader([[torch.zeros(2, 512), torch.zeros(2, 1)]]))
     assert report.findings == (), report

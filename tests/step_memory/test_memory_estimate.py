@@ -10,6 +10,7 @@ import pytest
 import torch
 from huggingface_models import gpt2
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.plugins import MixedPrecision
 from memory_cells import KEPT, OTHERS, PLUGINS, compare_on_one_device, compare_on_ranks
 from memory_models import MODELS, OPTIMIZERS, Decoder
 from torch import nn
@@ -135,6 +136,29 @@ def test_ddp_keeps_gradients_a_second_time_unless_they_are_views_of_its_buckets(
 
 
 @pytest.mark.full
+class Hooked(BoringModel):
+    def on_before_zero_grad(self, optimizer):
+        """May read the last step's gradients."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "module", "frees"),
+    [
+        ("bf16-mixed", BoringModel, True),
+        ("bf16-masters", BoringModel, True),
+        (AutocastPrecision("bf16-mixed"), BoringModel, True),
+        (MixedPrecision("bf16-mixed", "cpu"), BoringModel, False),
+        ("32-true", BoringModel, False),
+        ("lightning:bf16-true", BoringModel, False),
+        ("bf16-mixed", Hooked, False),
+    ],
+)
+def test_the_last_steps_gradients_live_through_the_forward_where_nothing_frees_them(precision, module, frees):
+    end = estimate_memory(module(), torch.zeros(4, 32), precision=precision).end_of_forward
+    width = 2 if precision == "lightning:bf16-true" else 4
+    assert end.bytes_by_part.get("gradients", 0) == (0 if frees else width * (32 * 2 + 2))
+
+
 def test_fsdp2_gathers_two_units_and_what_is_in_none():
     """A block has 5 layers; in bf16-mixed its products are gathered in 2 bytes, norms and the token table in 4."""
     estimate = estimate_memory(

@@ -328,3 +328,39 @@ def test_clipping_by_an_infinite_norm_makes_nan_and_zeros_of_gradients() -> None
     nn.utils.clip_grad_norm_(parameters, 1.0)
     assert [p.grad.tolist() for p in parameters] == [[0.0, 0.0], [pytest.approx(torch.nan, nan_ok=True)]]  # type: ignore[union-attr]
     assert moved(OneWeight(), PLUGINS["ours"](), [torch.inf], gradient_clip_val=1.0) == 0.0
+
+
+def test_gradients_of_the_last_step_live_through_the_next_forward() -> None:
+    """D64. Lightning clears them between forward and backward."""
+
+    def held(plugin: Precision) -> list[int]:
+        module, found = Regression(), []
+        module.net.register_forward_hook(lambda *_: found.append(sum(p.grad is not None for p in module.parameters())))
+        fit(module, regression_batches(3), plugin=plugin)
+        return found
+
+    assert both(held) == ([0, 4, 4], [0, 0, 0])
+
+
+def test_a_weight_that_is_used_several_times_is_kept_several_times() -> None:
+    """D65. Lightning 2.6 turned torch's cache of casts off (#21611); 2.7 keeps one, at the price of D63."""
+
+    class Unrolled(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            kept: dict[int, Tensor] = {}
+
+            def keep(tensor: Tensor) -> Tensor:
+                if tensor.dtype == torch.bfloat16 and tensor.shape == (8, 8):
+                    kept[tensor.untyped_storage().data_ptr()] = tensor
+                return tensor
+
+            x, square = batch[0], self.net[0].weight.new_zeros(8, 8).requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                for _ in range(4):
+                    x = nn.functional.linear(x, square).tanh() + batch[0]
+            self.copies = len(kept)
+            return super().training_step([x, batch[1]], batch_idx)
+
+    module = Unrolled()
+    fit(module, regression_batches(1), plugin=MixedPrecision("bf16-mixed", "cpu"))
+    assert module.copies == (1 if LIGHTNING_27 else 3)

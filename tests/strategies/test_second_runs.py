@@ -24,7 +24,7 @@ PLUGINS: dict[str, Callable[[], Precision]] = {
     "fp16": fp16,
     "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
     "fp16 masters": lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=1024.0)),
-    "fp8": lambda: Float8Precision(emulate=True),
+    "fp8": lambda: Float8Precision(emulate=True, skip_small=False),
 }
 
 

@@ -24,7 +24,7 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1.0)),
     "bf16-masters": lambda: MasterWeightsPrecision("bf16-true"),
     "bf16-remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
-    "fp8-mixed": lambda: Float8Precision(),
+    "fp8-mixed": lambda: Float8Precision(skip_small=False),
 }
 OTHERS: dict[str, Callable[[], Any]] = {
     "bf16-24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),

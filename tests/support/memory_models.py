@@ -1,6 +1,7 @@
 """Small models of all kinds for estimates of memory, and what a real run of one of them keeps alive."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -216,7 +217,12 @@ class Project(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("seen", 1.0)
-        return self.net(batch).float().square().mean()
+        loss = self.net(batch).float().square().mean()
+        self.after_forward()
+        return loss
+
+    def after_forward(self) -> None:
+        """Replaced by those that measure here: a hook before the gradients are cleared would keep the last step's."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
@@ -228,11 +234,13 @@ class Measured(pl.Callback):
     Attributes:
         parts: bytes at the end of the forward.
         peak_bytes: the most that operations and what is held came to.
+        gradient_bytes: of the step before, when the second one begins.
     """
 
     def __init__(self) -> None:
         self.parts: dict[str, int] = {}
         self.peak_bytes = 0
+        self.gradient_bytes = 0
         self._saved: dict[StorageWeakRef, int] = {}
         self._hooks: Any = None
         self._observer: Any = None
@@ -241,19 +249,20 @@ class Measured(pl.Callback):
         if batch_idx != 1:
             return
         self._live = LiveStorages()
-        for part, tensors in self._held(trainer, pl_module, batch).items():
+        held = self._held(trainer, pl_module, batch)
+        self.gradient_bytes = _bytes(held["gradients"])
+        for part, tensors in held.items():
             self._live.add(part, tensors)  # type: ignore[arg-type]
         self._batch = batch
         self._observer = private_api.observe_dispatch(self._live.after_operation)
         self._observer.__enter__()
         self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
         self._hooks.__enter__()
+        pl_module.after_forward = partial(self._after_forward, trainer, pl_module)
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if self._hooks is None:
-            return
+    def _after_forward(self, trainer: Any, pl_module: Any) -> None:
+        del pl_module.after_forward
         self._hooks.__exit__(None, None, None)
-        self._hooks = None
         held = self._held(trainer, pl_module, self._batch)
         known = {StorageWeakRef(t.untyped_storage()) for tensors in held.values() for t in tensors}
         self.parts = {part: _bytes(tensors) for part, tensors in held.items()}
@@ -322,20 +331,19 @@ class MeasuredOnRank(pl.Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx != 1:
             return
-        # Now weights are sharded, and the gradients of the step before are there.
-        held = Measured._held(trainer, pl_module, [])
+        # Now weights are sharded. Gradients of the step before are freed when the forward begins.
+        held = Measured._held(trainer, pl_module, []) | {"gradients": []}
         self.parts = {part: _bytes(map(local_shard, tensors)) for part, tensors in held.items()}
         self._handle = register_module_forward_hook(self._note_weights)
         self._weights |= {StorageWeakRef(t.untyped_storage()) for t in tensors_in(batch)}
         self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
         self._hooks.__enter__()
+        pl_module.after_forward = partial(self._after_forward, pl_module)
 
-    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if self._hooks is None:
-            return
+    def _after_forward(self, pl_module: Any) -> None:
+        del pl_module.after_forward
         self._hooks.__exit__(None, None, None)
         self._handle.remove()
-        self._hooks = None
         alive = {key: size for key, size in self._saved.items() if not key.expired() and key not in self._weights}
         self.parts["saved"] = sum(alive.values())
 

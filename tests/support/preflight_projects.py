@@ -240,6 +240,29 @@ class Tokens(Net):
         return F.cross_entropy(self.net(batch[0]).flatten(0, 1).float(), batch[1].flatten())
 
 
+class Unrolled(Net):
+    """Its first layer is used 16 times; the first time nothing needs its weight in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(512)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for _ in range(16):
+            x = torch.tanh(self.net[0](x))
+        return F.mse_loss(self.net[2](x).float(), batch[1])
+
+
+class ManualUnrolled(Unrolled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
 class Huge(Net):
     """6 billion parameters, without memory."""
 
@@ -325,6 +348,19 @@ PROJECTS: dict[str, Project] = {
         *("device", "error", "A100 (Ampere) has no fp8 units", "AutocastPrecision('bf16-mixed')"),
         trainer=lambda: {"plugins": [Float8Precision()]},
         options={"device": "A100"},
+        also=("fp8",),
+    ),
+    "fp8 for small layers": Project(
+        *("fp8", "error", "multiply nothing in fp8: 0 of 2 Linear layers", "AutocastPrecision('bf16-mixed')"),
+        trainer=lambda: {"plugins": [Float8Precision(emulate=True)]},
+        options={"device": "H100"},
+    ),
+    "fp8 without torch.compile": Project(
+        *("fp8", "advice", "0.18x of bf16's tokens per second", "block.compile()"),
+        lambda: Net(1600),
+        trainer=lambda: {"plugins": [Float8Precision(emulate=True, skip_first_and_last=False)]},
+        options={"device": "H100"},
+        batches=lambda: regression_batches(BATCHES, width=1600),
     ),
     "a scaler that is switched off": Project(
         *("scaler_missing", "error", "fp16 without a loss scale", "AutocastPrecision('16-mixed')"),
@@ -334,6 +370,10 @@ PROJECTS: dict[str, Project] = {
         *("scaler_missing", "error", "HalfPrecision('16-true')", "MasterWeightsPrecision('16-true')"),
         trainer=lambda: {"precision": "16-true"},
         also=("weights_in_16_bit",),
+    ),
+    "anomalies under a loss scale": Project(
+        *("detect_anomaly", "error", "at its first overflow", "OverflowPostMortem(replay=True)"),
+        trainer=lambda: _fp16(detect_anomaly=True),
     ),
     "two scalers": Project(
         *("scaler_superfluous", "error", "so does a GradScaler in the module (scaler)", "scaler=LossScaler(...)"),
@@ -519,6 +559,19 @@ PROJECTS: dict[str, Project] = {
         Huge,
         options={"device": "T4"},
         batches=lambda: [[torch.zeros(2, 80_000), torch.zeros(2, 1)]],
+    ),
+    "a weight that is used many times": Project(
+        *("reused_weights", "advice", "(up to 15), and each use keeps a 16-bit copy for backward: together 7 MiB more"),
+        "cache_weights=True",
+        Unrolled,
+        lambda: {"plugins": [MixedPrecision("bf16-mixed", "cpu")]},
+        batches=lambda: [[torch.zeros(2, 512), torch.zeros(2, 1)]],
+    ),
+    "a weight that is used many times, manually": Project(
+        *("reused_weights", "advice", "net.0.weight is used several times", "cache_weights=True"),
+        ManualUnrolled,
+        lambda: {"plugins": [AutocastPrecision("bf16-mixed")]},
+        batches=lambda: [[torch.zeros(2, 512), torch.zeros(2, 1)]],
     ),
     "a checkpoint of another model": Project(
         *("checkpoint", "error", "1 of another shape (net.0.weight)", "hyper-parameters"),

@@ -46,7 +46,7 @@ outside of these tolerances, as tests show. The one process is within four times
 | 16-true, bf16-true | `MasterWeightsPrecision`, with fp32 masters |
 | bf16-true, remainder | `MasterWeightsPrecision("bf16-true", storage="remainder")` |
 | bf16-true, 24bit | `MasterWeightsPrecision("bf16-true", storage="24bit")` |
-| fp8-mixed | `Float8Precision(emulate=True, skip_first_and_last=False)`: rounded to fp8, multiplied in fp32 |
+| fp8-mixed | `Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False)`: multiplied in fp32 |
 | TF32 | `TF32Precision`, which a CPU does not have |
 
 With 1 micro-batch the optimizer is unfused SGD with momentum, and ranks have equal numbers of samples. With 3

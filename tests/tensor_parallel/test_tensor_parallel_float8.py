@@ -134,7 +134,9 @@ def train(rank: int, ranks: int, *, steps: int = 4, callbacks: Any = (), **argum
     strategy = arguments.pop("strategy", "auto")
     save_to, ckpt_path = arguments.pop("save_to", None), arguments.pop("ckpt_path", None)
     before, monitor = full_weights(module), OverflowMonitor()
-    plugin = Float8Precision(arguments.pop("recipe", "rowwise"), emulate=True, skip_first_and_last=False)
+    plugin = Float8Precision(
+        arguments.pop("recipe", "rowwise"), emulate=True, skip_first_and_last=False, skip_small=False
+    )
     trainer = quiet_trainer(
         devices=ranks,
         strategy=strategy,
