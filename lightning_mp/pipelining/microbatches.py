@@ -1,19 +1,15 @@
 """How a batch becomes the microbatches that follow each other through the stages."""
 
-from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed import ProcessGroup
 
 from lightning_mp.accumulation.batch_split import Microbatch, UnsplittableBatchError, num_samples, split_batch
-from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.ranks import all_gathered
-from lightning_mp.tokens.loss_weighting import Weighting
 
 ScheduleName = Literal["1f1b", "gpipe"]
 """In which order a stage takes forwards and backwards of microbatches."""
@@ -39,28 +35,6 @@ def microbatches_of(batch: Any, most: int) -> list[list[Microbatch]]:
             " each sample."
         ) from None
     return [list(run) for _, run in groupby(microbatches, key=lambda microbatch: microbatch.samples)]
-
-
-def microbatch_shares(microbatches: Sequence[Microbatch], weighting: Weighting) -> list[float]:
-    """The share of each microbatch in the mean of its micro-batch, by tokens or by samples; they add up to 1.
-
-    Tokens that lie on a device are waited for. A micro-batch without a target token is shared by samples.
-    """
-    counts: list[Any] = [microbatch.samples for microbatch in microbatches]
-    if weighting.weight_by == "token" and len(microbatches) > 1:
-        items = [torch.as_tensor(weighting.measure(microbatch.batch).items) for microbatch in microbatches]
-        on_host = torch.stack(items).tolist()
-        counts = on_host if sum(on_host) else counts
-    total = sum(counts)
-    return [count / total for count in counts]
-
-
-def weighting_of(trainer: "pl.Trainer", first_batch: Any, shifts: Callable[[], bool]) -> Weighting:
-    """How microbatches are weighed: as the run's micro-batches are, else by tokens if there are any, or by samples."""
-    controller = AccumulationController.of(trainer)
-    if controller is not None and controller.weighting is not None and controller.weighting.weight_by is not None:
-        return controller.weighting
-    return Weighting("auto").resolved(first_batch, shifted=shifts())
 
 
 def signature(microbatch: Any) -> tuple[Any, ...]:

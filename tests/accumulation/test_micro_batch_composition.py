@@ -1,5 +1,6 @@
 """MicroBatchOnOOM with Hugging Face models, other precisions, recomputation, metrics, and its costs."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from gradient_counter import CountGradientTraffic
 from huggingface_models import LanguageModel, collated_by_transformers, gpt2, sgd
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted_oom import Limited, out_of_memory
 from small_models import fit, fused_adamw, loader, regression_batches, weights
 from torch import nn
@@ -14,7 +16,16 @@ from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
+from lightning_mp import (
+    AccumulationScheduler,
+    AutocastPrecision,
+    ChinchillaBudget,
+    GradientNoiseScale,
+    LossScaler,
+    MasterWeightsPrecision,
+    MFUMonitor,
+)
+from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.out_of_memory import is_out_of_memory
 from lightning_mp.accumulation.part_logs import merge_logged
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
@@ -333,3 +344,79 @@ def test_a_real_out_of_memory_on_a_gpu():
     assert max(rows[-2:]) <= callback.size < 16
     for a, b in zip(model.gradients, whole.gradients, strict=True):
         assert_close([g.cpu() for g in a], b, 1e-4)
+
+
+# -- layers that normalise over the batch, and TensorDicts -------------------------------------------------------------
+
+
+def test_a_batch_norm_gets_no_part_of_one_sample():
+    class Normed(Limited):
+        def __init__(self, limit: int) -> None:
+            super().__init__(limit)
+            self.net[2] = nn.BatchNorm1d(16)
+
+    batches = [[t[:rows] for t in batch] for batch, rows in zip(regression_batches(3, 8), (8, 5, 3), strict=True)]
+    model, callback = Normed(3), MicroBatchOnOOM()
+    with pytest.warns(UserWarning, match="over those of each part, two or more, so the gradient is another"):
+        fit(model, loader(batches), callback)
+    assert callback.size == 2
+    assert [rows for _, rows in model.notes.rows][-7:] == [2, 2, 2, 2, 3, 2, 3]
+    with pytest.warns(UserWarning), pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(Normed(1), loader(batches), MicroBatchOnOOM())
+    assert "with at most 8, 4, 2 samples at a time, and min_size=2 allows no fewer" in caught.value.__notes__[0]
+
+
+def test_tensordicts_are_split_along_their_batch_dimension():
+    tensordict = pytest.importorskip("tensordict", reason="tensordict is not installed")
+
+    class Dicts(Limited):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch["x"], batch["deep"]["y"]), batch_idx)["loss"]
+
+    def of(x: Any, y: Any, size: list[int]) -> Any:
+        return tensordict.TensorDict({"x": x, "deep": {"y": y}}, size)
+
+    runs = []
+    for limit in (10**9, 3):
+        model = Dicts(limit)
+        fit(model, loader([of(x, y, [len(x)]) for x, y in regression_batches(3, 8)]), MicroBatchOnOOM())
+        runs.append(weights(model))
+    assert_close(*runs, 1e-6)
+    with pytest.raises(MisconfigurationException, match="batch is a TensorDict without a batch dimension"):
+        fit(Dicts(), loader([of(x, y, []) for x, y in regression_batches(3, 8)]), MicroBatchOnOOM())
+
+
+# -- monitors see whole batches ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_operations_tokens_and_noise_are_those_of_whole_batches(first):
+    """Also where the very first micro-batch fails, and in a window of which one is done again."""
+    seen = []
+    for limit in (10**9, 3):
+        monitor, noise = MFUMonitor(unit="sample", peak_flops=1e12), GradientNoiseScale(count=len_of_first)
+        budget = ChinchillaBudget(tokens=10_000, count=len_of_first, landing="ceil", save=False)
+        model = Limited(limit, "backward", first=first)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "ChinchillaBudget")
+            fit(
+                model,
+                loader(regression_batches(8, 8)),
+                MicroBatchOnOOM(),
+                monitor,
+                noise,
+                budget,
+                accumulate_grad_batches=2,
+            )
+        counter = AccumulationController.of(model.trainer).counter.state_dict()
+        seen.append((monitor.flop_count.model, counter, noise.average.sums, noise.average.windows))
+    (operations, counter, sums, windows), (split_operations, split_counter, split_sums, split_windows) = seen
+    assert operations == split_operations > 0
+    assert counter == split_counter
+    assert counter["largest_micro_batch"] == 8
+    assert windows == split_windows
+    assert split_sums == pytest.approx(sums, rel=1e-4)
+
+
+def len_of_first(batch: Any) -> int:
+    return len(batch[0])
