@@ -361,7 +361,7 @@ def test_a_batch_norm_gets_no_part_of_one_sample():
         fit(model, loader(batches), callback)
     assert callback.size == 2
     assert [rows for _, rows in model.notes.rows][-7:] == [2, 2, 2, 2, 3, 2, 3]
-    with pytest.warns(UserWarning), pytest.raises(torch.OutOfMemoryError) as caught:
+    with pytest.warns(UserWarning, match="1 layers"), pytest.raises(torch.OutOfMemoryError) as caught:
         fit(Normed(1), loader(batches), MicroBatchOnOOM())
     assert "with at most 8, 4, 2 samples at a time, and min_size=2 allows no fewer" in caught.value.__notes__[0]
 
