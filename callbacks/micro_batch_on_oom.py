@@ -1,6 +1,5 @@
 """Micro-batches that are halved when memory runs out, with the same gradient."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -140,11 +139,9 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues with the size that fitted."""
-        kinds = {"size": or_none(POSITIVE_COUNT)}
-        if isinstance(state_dict, Mapping) and "form" in state_dict:  # not in those of 0.0
-            kinds["form"] = or_none(_FORM)
+        kinds = {"size": or_none(POSITIVE_COUNT), "form": or_none(_FORM)}
         state = checked_state(state_dict, kinds, "MicroBatchOnOOM")
-        self._state.form, size = state.get("form"), state["size"]
+        self._state.form, size = state["form"], state["size"]
         self._state.size = None if size is None else max(size, self.min_size)
 
 

@@ -7,12 +7,14 @@ import pytest
 import torch
 from gradient_counter import CountGradientTraffic
 from huggingface_models import LanguageModel, collated_by_transformers, gpt2, sgd
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted_oom import Limited, out_of_memory
-from small_models import fit, fused_adamw, loader, regression_batches, weights
+from small_models import adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
@@ -20,6 +22,7 @@ from lightning_mp import (
     AccumulationScheduler,
     AutocastPrecision,
     ChinchillaBudget,
+    ExactResume,
     GradientNoiseScale,
     LossScaler,
     MasterWeightsPrecision,
@@ -420,3 +423,39 @@ def test_operations_tokens_and_noise_are_those_of_whole_batches(first):
 
 def len_of_first(batch: Any) -> int:
     return len(batch[0])
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_same_to_the_bit(tmp_path, first):
+    """Shuffled, with dropout; what does not fit comes before the checkpoint or after it."""
+
+    class Shuffled(Limited):
+        def training_step(self, batch, batch_idx):
+            late = self.trainer.fit_loop.epoch_loop.total_batch_idx < first
+            self.limit = 10**9 if late else 3
+            return super().training_step((batch, batch.square().mean(1, keepdim=True)), batch_idx)
+
+    def run(folder: str, resumed: str | None = None) -> tuple[Any, int | None]:
+        torch.manual_seed(3)
+        data = torch.cat([x for x, _ in regression_batches(6, 8)])
+        model, callback = Shuffled(3, "backward", dropout=0.2, make_optimizer=adamw), MicroBatchOnOOM()
+        keep = ModelCheckpoint(tmp_path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = quiet_trainer(
+            callbacks=[callback, ExactResume(), keep],
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            enable_checkpointing=True,
+        )
+        torch.manual_seed(4)
+        batches = DataLoader(data, batch_size=8, shuffle=True)
+        trainer.fit(model, batches, ckpt_path=resumed, weights_only=True if resumed else None)
+        return weights(model), callback.size
+
+    whole, size = run("whole")
+    again, size_again = run("again", str(tmp_path / "whole" / "step=2.ckpt"))
+    assert size == size_again == 2
+    assert all(map(torch.equal, whole, again))

@@ -288,7 +288,7 @@ def test_no_graph_of_a_microbatch_is_left_when_the_next_one_begins():
             return super().training_step(batch, batch_idx)
 
     callback = MicroBatchOnOOM()
-    callback.load_state_dict({"size": 2})
+    callback.load_state_dict({"size": 2, "form": None})
     fit(Counts(), regression_batches(1, batch_size=8), callback)
     assert kept == [kept[0]] * len(kept)
     assert len(kept) > 4
@@ -342,7 +342,7 @@ def test_a_mean_over_microbatches_is_one_over_those_that_returned_something():
             seen.append(outputs["accuracy"])
 
     callback = MicroBatchOnOOM()
-    callback.load_state_dict({"size": 2})
+    callback.load_state_dict({"size": 2, "form": None})
     fit(Some(), regression_batches(1, batch_size=8), callback)
     assert seen == pytest.approx([1.0])
 
@@ -412,7 +412,7 @@ def test_the_size_is_kept_and_resumed(tmp_path):
 
 def test_a_resumed_size_is_not_below_min_size():
     callback = MicroBatchOnOOM(min_size=3)
-    callback.load_state_dict({"size": 2})
+    callback.load_state_dict({"size": 2, "form": None})
     assert callback.size == 3
 
 
