@@ -395,6 +395,8 @@ class AccumulationController(Callback):
         """
         window = replace(state.window, totals=self.state.window.totals) if carries_totals else state.window
         self.state = replace(state, window=window, reference_items=self.state.reference_items)
+        if self._fit.weighing is not None:
+            self._fit.weighing.forget_gradients()
 
     @property
     def part_weight(self) -> float | Tensor:
@@ -477,6 +479,8 @@ class AccumulationController(Callback):
             if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
                 trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
         self._fit.is_in_backward = False
+        if self._fit.weighing is not None and self._fit.weighing.watches_gradients:
+            self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
         if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
             self._fit.boundary.end()
         assert self.state.micro_batch is not None

@@ -22,10 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
+from lightning_mp.core.bar_messages import keep_messages_off_the_bar
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
+from lightning_mp.core.namespace_hint import namespace_hint
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
-from lightning_mp.core.settings_repr import SettingsRepr, namespace_hint
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
@@ -37,6 +39,7 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE
 from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
 from lightning_mp.optimizers.low_bit_states import save_plain_tensors
 from lightning_mp.optimizers.schedule_free import EvaluatedWeights
@@ -59,6 +62,7 @@ class PluginRun:
     ends: ExitStack = field(default_factory=ExitStack)  # undoes the plugin's changes to other objects, the last first
     autocast: AutocastRun | None = None  # what forwards, backwards and steps run in; None for plugins without autocast
     dispatcher: StepOutcomeDispatcher | None = None  # reports the outcomes of steps, in a fit
+    backwards: ScaledBackwards | None = None  # those of scaled losses, where hooks or users may come between
     evaluated: EvaluatedWeights | None = None  # where schedule-free optimizers have their weights, in a fit
     optimizers: set[Optimizer] = field(default_factory=set)  # that were registered
     plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
@@ -125,18 +129,6 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.precision!r}){namespace_hint('plugin')}"
 
-    @property
-    def state_key(self) -> str:
-        """Lightning reads this of callbacks only.
-
-        Raises:
-            MisconfigurationException: names the argument for plugins.
-        """
-        raise MisconfigurationException(
-            f"{type(self).__name__} is a precision plugin and was given among the callbacks. Use"
-            " Trainer(plugins=[...])."
-        )
-
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -165,6 +157,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._in_run = run = self._begin_run(trainer)
         self._carry(device_type=trainer.strategy.root_device.type)
         Patches.of(trainer).at_end(self._end)
+        keep_messages_off_the_bar(trainer)
         run.weighs = self.weight_by is None
         if not run.weighs and run.is_fit:
             self._weigh_micro_batches(trainer)
@@ -206,6 +199,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
+                run.backwards = ScaledBackwards.of(run.trainer, self, self.scaler)
             run.ends.callback(register_optimizer_step_pre_hook(self._notice_step).remove)  # also of inner optimizers
             run.dispatcher = StepOutcomeDispatcher(run.trainer, run.trainer.lightning_module).attach(optimizers)
             run.ends.callback(self._end_reporting, run.dispatcher)
@@ -274,6 +268,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if run.dispatcher is not None:
             run.dispatcher.flush_before_saving(optimizer)
         self._connect_late(optimizer)
+        if run.backwards is not None:
+            run.backwards.trust(optimizer)
         if run.evaluated is not None:
             run.evaluated.join(optimizer)
 
@@ -376,7 +372,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             if self._in_run is not None and not module.automatic_optimization:
                 known, optimizers = self._in_run.gradients_before_backward, module.trainer.optimizers
                 self._in_run.gradients_before_backward = gradients_before_backward(self.scaler, optimizers, known)
-            tensor = self.scaler.scale(tensor)
+            backwards = self._in_run.backwards if self._in_run is not None else None
+            tensor = self.scaler.scale(tensor) if backwards is None else backwards.scale(self.scaler, tensor)
         return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
 
     def optimizer_step(  # type: ignore[override]
@@ -408,6 +405,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 self._step = outer
         if run is not None:
             run.stepped = optimizer if plan.frees_gradients else None
+            if run.backwards is not None:
+                run.backwards.forget(optimizer)
         if run is not None and run.gradients_before_backward:
             left = run.gradients_before_backward
             run.gradients_before_backward = {o: those for o, those in left.items() if o is not optimizer}
@@ -417,13 +416,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """The same for a whole fit; not made before the first step, where strategies have wrapped the model."""
         run, epilogue = self._in_run, self._epilogue_type()
         if run is None:
-            return StepPlan.of(optimizer, model, self, None, epilogue)
+            return StepPlan.of(optimizer, model, self, None, None, epilogue)
         callbacks = vars(model.trainer)["callbacks"]
         # `LearningRateFinder` trains with another list of callbacks, before the fit itself.
         if callbacks is not run.planned_for:
             run.plans, run.planned_for = {}, callbacks
         if optimizer not in run.plans:
-            run.plans[optimizer] = StepPlan.of(optimizer, model, self, run.dispatcher, epilogue)
+            run.plans[optimizer] = StepPlan.of(optimizer, model, self, run.dispatcher, run.backwards, epilogue)
         return run.plans[optimizer]
 
     def _epilogue_type(self) -> Callable[..., GradientEpilogue]:

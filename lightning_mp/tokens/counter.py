@@ -106,6 +106,9 @@ class TokenCounter:
 
     def __post_init__(self) -> None:
         self._unread: deque[_Unread] = deque()
+        #: Non-pad tokens of skipped steps since this object was made; a checkpoint holds none of it.
+        self.skipped_nonpad_tokens = 0
+        self._last_window_nonpad_tokens = 0
 
     @property
     def unread_micro_batches(self) -> int:
@@ -135,6 +138,7 @@ class TokenCounter:
             self._unread[-1].skipped = True
         else:
             self.skipped_tokens += self.last_window_tokens
+            self.skipped_nonpad_tokens += self._last_window_nonpad_tokens
 
     def flush_pending(self) -> None:
         """Reads everything that is still on its way."""
@@ -147,6 +151,8 @@ class TokenCounter:
             self.nonpad_tokens += nonpad
             self.samples += samples
             self.skipped_tokens += tokens * window.skipped
+            self.skipped_nonpad_tokens += nonpad * window.skipped
+            self._last_window_nonpad_tokens = nonpad
             self.repeated_tokens += tokens * window.repeated
             self.windows += 1
             self.largest_micro_batch = max(self.largest_micro_batch, largest)
@@ -188,11 +194,10 @@ class TokenCounterDelta:
 
 
 class TokenCounterDeltas:
-    """Looks at a counter again and again. The counter counts skipped tokens by their labels; here they count whole."""
+    """Looks at a counter again and again. A budget counts skipped tokens by their labels; here they count whole."""
 
     def __init__(self, counter: TokenCounter) -> None:
         self._counter = counter
-        self._last_nonpad_tokens = 0
         self._seen = self._look()
 
     @property
@@ -203,15 +208,9 @@ class TokenCounterDeltas:
     def take(self) -> TokenCounterDelta:
         """What is new; from now on it is old."""
         before, self._seen = self._seen, self._look()
-        windows, tokens, skipped_tokens, input_tokens, nonpad_tokens = map(sub, self._seen, before)
-        if windows:
-            self._last_nonpad_tokens = nonpad_tokens
-            wasted_tokens = round(nonpad_tokens * skipped_tokens / tokens) if tokens else 0
-        else:
-            # A fused step: its tokens were read before its outcome.
-            wasted_tokens = self._last_nonpad_tokens if skipped_tokens else 0
-        return TokenCounterDelta(windows, input_tokens, nonpad_tokens, nonpad_tokens - wasted_tokens)
+        windows, input_tokens, nonpad_tokens, skipped_tokens = map(sub, self._seen, before)
+        return TokenCounterDelta(windows, input_tokens, nonpad_tokens, nonpad_tokens - skipped_tokens)
 
-    def _look(self) -> tuple[int, int, int, int, int]:
+    def _look(self) -> tuple[int, int, int, int]:
         counter = self._counter
-        return counter.windows, counter.tokens, counter.skipped_tokens, counter.input_tokens, counter.nonpad_tokens
+        return counter.windows, counter.input_tokens, counter.nonpad_tokens, counter.skipped_nonpad_tokens
