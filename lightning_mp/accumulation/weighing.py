@@ -150,6 +150,7 @@ class MicroBatchWeighing:
         if self.source is None or is_single_micro_batch_step(state):
             return state
         self._closed = totals
+        self._versions = {}  # the last micro-batch of the window may have had no loss
         return self.settle_window(state) if are_here else state
 
     def settle_window(self, state: AccumulationState) -> AccumulationState:

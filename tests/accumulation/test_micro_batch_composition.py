@@ -428,7 +428,9 @@ def len_of_first(batch: Any) -> int:
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.filterwarnings(
+    "ignore:The dirpath has changed", "ignore:This checkpoint is written inside an accumulation"
+)
 @pytest.mark.parametrize("first", [0, 5])
 def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_same_to_the_bit(tmp_path, first):
     """Shuffled, with dropout; what does not fit comes before the checkpoint or after it."""
