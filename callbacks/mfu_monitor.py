@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
@@ -251,8 +252,8 @@ class MFUMonitor(SettingsRepr, Callback):
             fit.tally = FlopTally().__enter__()
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """The first micro-batch is counted."""
-        if self._fit is not None and self._fit.tally is not None:
+        """The first micro-batch is counted, unless attempts that failed are among its operations."""
+        if self._fit is not None and self._fit.tally is not None and not RunningParts.of(trainer).is_repeated:
             self.flop_count = self._fit.tally.count
             self._fit.stop_counting()
 

@@ -91,10 +91,13 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
     (torch.nn.Module, "_compiled_call_impl", "shows that a module was compiled in place; what calls it is asked first"),
     (_A_MODULE, "_modules", "shows what torch.compile has put around a module"),
+    (torch.nn.parallel.DistributedDataParallel, "_sync_buffers", "rank 0's buffers, before a forward that may fail"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (automatic, "_AutomaticOptimization", "the loop of the next name"),
     (automatic._AutomaticOptimization, "_optimizer_step", "a step at an epoch's early end, counted as Lightning's own"),
+    (automatic._AutomaticOptimization, "_make_closure", "what the optimizer or the loop calls for one batch"),
+    (automatic._AutomaticOptimization, "_training_step", "the training step of one part of it"),
     (fit_loop, "_FitLoop", "the loop of the next name"),
     (fit_loop._FitLoop, "_should_accumulate", "whether Lightning logs after this micro-batch"),
     (fit_loop._FitLoop, "_load_combined_loader_states", "the moment before loaders load their first batch"),
@@ -352,8 +355,13 @@ def muon_learning_rate(lr: float, adjust_lr_fn: str | None, shape: torch.Size) -
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether Python hooks run on the gradient of a parameter, or after it was accumulated."""
-    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+    """Whether Python hooks run on the gradient of a parameter."""
+    return bool(parameter._backward_hooks)
+
+
+def has_hooks_after_accumulation(parameter: Tensor) -> bool:
+    """Whether Python hooks run after the gradient of a parameter was accumulated."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, _utils
+from torch.nn.parallel import DistributedDataParallel
 
 
 def sharding_groups(unit: object) -> list[Any]:
@@ -141,6 +142,13 @@ def before_each_gather(group: Any, note: Callable[[], None]) -> Callable[[], Non
             group._all_gather_comm = own
 
     return end
+
+
+def broadcast_buffers_early(model: DistributedDataParallel) -> None:
+    """Does now what the next forward would begin with, if it would: gives all ranks the buffers of the first one."""
+    if model.will_sync_module_buffers():
+        model._sync_buffers()
+        model.require_forward_param_sync = False
 
 
 def allow_unused_layers(unit: object) -> None:

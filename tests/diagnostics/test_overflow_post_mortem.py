@@ -438,21 +438,27 @@ def test_an_overflow_that_nobody_planted(fused: bool, tmp_path: Path) -> None:
     assert not module.is_finite(batch, 2 * finding.finite_scale)
 
 
-def test_a_step_that_runs_its_backwards_itself_is_replayed_at_the_scale_that_is_tried() -> None:
-    """`MicroBatchOnOOM` runs backwards inside of the training step, at the run's own scale."""
+@pytest.mark.parametrize("size", [None, 1])
+def test_parts_of_a_batch_that_did_not_fit_are_replayed_one_by_one(size: int | None) -> None:
+    """The whole would not fit into memory."""
+    rows: set[int] = set()
 
     class Large(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
+            rows.add(len(batch))
             return self.layer(batch).float().mean() * 8
 
+    split = MicroBatchOnOOM()
+    split.size = size
     post_mortem = OverflowPostMortem(replay=True)
     trainer = quiet_trainer(
         plugins=[AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=2.0**20))],
-        callbacks=[OverflowMonitor(), post_mortem, MicroBatchOnOOM()],
+        callbacks=[OverflowMonitor(), post_mortem, split],
         max_steps=2,
     )
     trainer.fit(Large(), loader([torch.ones(2, 32)] * 4))
     assert {finding.verdict for report in post_mortem.reports for finding in report.findings} == {"scale"}
     skipped = len(post_mortem.reports)
     assert skipped
+    assert max(f.num_micro_batches for report in post_mortem.reports for f in report.findings) == 2 // (size or 2)
     assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (20 - skipped)

@@ -221,7 +221,7 @@ def test_only_four_files_touch_private_names_of_lightning_and_torch():
 
 # -- what one reads to own a part: its file, those that it imports at module level, and theirs -------------------------
 
-MEAN_LINES, MONITOR_LINES = 5_000, 9_500
+MEAN_LINES, MONITOR_LINES = 5_450, 9_550
 PARTS = {
     name: module
     for module in MODULES

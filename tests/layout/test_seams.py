@@ -54,6 +54,8 @@ GUARDED_ELSEWHERE = {
     *("_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"),
     # precision/test_master_weights_checkpoints.py, test_master_weights_setup.py
     *("_average_model", "_use_lottery_ticket_hypothesis"),
+    # accumulation/test_micro_batch_on_oom.py
+    *("_zero_grad_fn", "_backward_fn"),
     # resume/test_exact_resume.py
     *("_num_yielded", "_forward_cache", "_computed", "_update_count", "_logger_connector", "_first_loop_iter"),
     "_callback_metrics",
@@ -508,3 +510,47 @@ def test_lightning_is_the_version_that_these_guards_were_written_for():
 @pytest.mark.parametrize("detect_anomaly", [True, False])
 def test_the_trainer_knows_whether_it_detects_anomalies(detect_anomaly):
     assert private_loop_api.detects_anomalies(quiet_trainer(detect_anomaly=detect_anomaly)) is detect_anomaly
+
+
+def test_a_closure_taken_apart_runs_what_lightning_runs():
+    """Training step, ``zero_grad`` and backward, in this order, once for each batch; what is logged passes the seam."""
+    seen = []
+
+    class Watched(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    class Taking(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            def begin(closure):
+                def run():
+                    output = closure.training_step(closure.batch)
+                    if closure.zero_grad is not None:
+                        closure.zero_grad()
+                    closure.backward(output.closure_loss)
+                    seen.append((closure.batch_idx, closure.zero_grad is not None))
+                    return output
+
+                return run
+
+            private_loop_api.replace_closures(trainer, begin)
+
+            def log(hook, name, value, **arguments):
+                seen.append((hook, name, sorted(arguments)[0]))
+                patch.original(hook, name, value, **arguments)
+
+            patch = private_loop_api.replace_logging(trainer, log)
+
+    models = []
+    for callbacks in ([], [Taking()]):
+        model = Watched()
+        trainer = quiet_trainer(callbacks=callbacks, accumulate_grad_batches=2)
+        trainer.fit(model, loader(regression_batches(4)))
+        models.append((list(model.parameters()), trainer.callback_metrics))
+    (stock, metrics), (ours, our_metrics) = models
+    assert all(map(torch.equal, stock, ours))
+    assert metrics == our_metrics
+    logged = ("training_step", "loss", "add_dataloader_idx")
+    assert seen == [logged, (0, True), logged, (1, False), logged, (2, True), logged, (3, False)]
