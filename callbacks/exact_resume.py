@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
-from lightning_mp.accumulation.partial_state import warn_about_lost_gradient
+from lightning_mp.accumulation.lost_gradient import warn_about_lost_gradient
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
