@@ -352,10 +352,8 @@ class AccumulationController(Callback):
         micro_batch, meter = self.state.micro_batch, self._fit.meter
         if self.settings.weighting is None or micro_batch is None:
             return
-        if meter is not None:
-            measure = meter.weighting.measure(part)
-        else:
-            measure = Measure(1, 0, 0, 0, divisor=batch_tokens.declared_divisor(part))
+        unmeasured = Measure(1, 0, 0, 0, divisor=batch_tokens.declared_divisor(part))
+        measure = unmeasured if meter is None else meter.weighting.measure(part)
         window = replace(self.state.window, is_split=True)
         self.state = replace(self.state, window=window, micro_batch=replace(micro_batch, measure=measure, share=share))
 
@@ -426,6 +424,8 @@ class AccumulationController(Callback):
             if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
                 trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
         self._fit.is_in_backward = False
+        if self._fit.weighing is not None and self._fit.weighing.watches_gradients:
+            self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
         if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
             self._fit.boundary.end()
         assert self.state.micro_batch is not None

@@ -2,16 +2,18 @@
 
 import math
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mp.accumulation import window_weights
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, is_single_micro_batch_step
+from lightning_mp.core import private_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.ranks import all_gathered
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -51,6 +53,8 @@ class MicroBatchWeighing:
         self._name = "count=" if asked.count_weighs else "their target tokens"
         self._left = _CHECKED_LOSSES if by_hand else 0
         self._first: tuple[float, float] | None = None  # of the losses that are checked: what it counts, and its weight
+        self.watches_gradients = self.source == "loss"  # until the second micro-batch of a window has been weighed
+        self._versions: dict[nn.Parameter, int] = {}  # of gradients, while they are watched
         self._closed: HostCopy | None = None  # totals of the last window, until they have been read
         self._why = ""  # the first loss in this window that is unknown on this rank
 
@@ -88,6 +92,10 @@ class MicroBatchWeighing:
         assert state.micro_batch is not None
         declared, divisor = state.micro_batch.measure.divisor, None
         reading = read_items(loss, divided=True, counts_sums=declared is not None)
+        if self._versions:
+            if self._versions != _versions(self._versions):
+                reading = Unknown("training_step writes gradients itself")
+            self._versions = {}
         if declared is not None and isinstance(reading, Items) and reading.summed is not None:
             divisor = reading.means[0].total if reading.means else None
             reading = Items((Mean("targets of a sum", reading.summed),))
@@ -101,6 +109,11 @@ class MicroBatchWeighing:
         if weight.is_known is not True and not self._why:
             self._why = weight.why
         return window_weights.weigh_micro_batch(state, weight.items, weight.is_known, divisor)
+
+    def watch_gradients(self, state: AccumulationState, parameters: Iterable[nn.Parameter]) -> None:
+        """A micro-batch is over: what is written before the next backward in its window is not of that loss."""
+        if state.window.is_open:
+            self.watches_gradients, self._versions = False, _versions(parameters)
 
     def weigh_equally(self, why: str) -> None:
         """Gives micro-batches equal weights from now on. Call it on all ranks."""
@@ -170,6 +183,10 @@ class MicroBatchWeighing:
 def _reference(items: float, most: float) -> float:
     """What factors are relative to at first: a micro-batch with few items is no measure of those to come."""
     return most if 4 * items < most < math.inf else items or 1.0
+
+
+def _versions(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    return {p: -1 if p.grad is None else private_api.version_of(p.grad) for p in parameters}
 
 
 @rank_zero_only

@@ -22,10 +22,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.core import private_api
+from lightning_mp.core.bar_messages import keep_messages_off_the_bar
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
+from lightning_mp.core.namespace_hint import namespace_hint
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
-from lightning_mp.core.settings_repr import SettingsRepr, namespace_hint
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
@@ -127,18 +129,6 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.precision!r}){namespace_hint('plugin')}"
 
-    @property
-    def state_key(self) -> str:
-        """Lightning reads this of callbacks only.
-
-        Raises:
-            MisconfigurationException: names the argument for plugins.
-        """
-        raise MisconfigurationException(
-            f"{type(self).__name__} is a precision plugin and was given among the callbacks. Use"
-            " Trainer(plugins=[...])."
-        )
-
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -167,6 +157,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._in_run = run = self._begin_run(trainer)
         self._carry(device_type=trainer.strategy.root_device.type)
         Patches.of(trainer).at_end(self._end)
+        keep_messages_off_the_bar(trainer)
         run.weighs = self.weight_by is None
         if not run.weighs and run.is_fit:
             self._weigh_micro_batches(trainer)

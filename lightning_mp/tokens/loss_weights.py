@@ -155,14 +155,12 @@ class LossWeights:
             is_known = is_known & (self._same_parts | self._same_items)
             if main.is_even is True:
                 why = "both numbers of its mean of means change"
-        means = reading.means
-        if not _are_alike(means, first):  # what is multiplied by 0 does not count
+        means, unit = reading.means, _scale_of(reading.means, first, main)
+        if unit is None:  # what is multiplied by 0 does not count
             means, first = _without_zeros(means), _without_zeros(first)
-        if is_same := _are_alike(means, first):
-            scale = next(main.total / known.total for mean, known in zip(means, first, strict=True) if mean is main)
-        elif _are_over_one_number(first):
-            scale = main.total
-        else:
+            unit = _scale_of(means, first, main)
+        is_same, scale = unit is not None, main.total if unit is None else unit
+        if not is_same and not _are_over_one_number(first):
             return Weight(main.total, False, self._out_of_proportion(reading))
         for index, mean in enumerate(means):
             expected = scale * first[index].total if is_same else scale
@@ -217,8 +215,17 @@ class LossWeights:
         self._forms = {tuple(form.split()): float(factor) for form, factor in state["forms"].items()}
 
 
-def _are_alike(means: Sequence[Mean], others: Sequence[Mean]) -> bool:
-    return [mean.kind for mean in means] == [mean.kind for mean in others]
+def _scale_of(means: Sequence[Mean], first: Sequence[Mean], main: Mean) -> Number | None:
+    """How many times as many items there are as in the first loss, by one of the means; None for other means."""
+    if len(means) != len(first):
+        return None
+    scale: Number | None = None
+    for mean, known in zip(means, first, strict=True):  # no comprehension: a Python call
+        if mean.kind != known.kind:
+            return None
+        if mean is main:
+            scale = main.total / known.total
+    return scale
 
 
 def _without_zeros(means: Sequence[Mean]) -> tuple[Mean, ...]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,16 +35,16 @@ CLASSES = torch.tensor([0.2, 1.0, 3.0])
 
 
 class OneLoss(pl.LightningModule):
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, lr: float = 0.5) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.loss = nn.Linear(4, 3), loss
+        self.net, self.loss, self.lr = nn.Linear(4, 3), loss, lr
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(self.net, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def labelled(counts: tuple[int, ...], ignored: int = -100) -> list[list[Tensor]]:
@@ -419,6 +420,28 @@ def test_a_module_that_writes_gradients_itself_has_lightnings_arithmetic(
             assert "the items of a loss are unknown: Surgery.backward may write gradients" in caplog.text
         trained.append(weights(module))
     assert all(map(torch.equal, *trained))
+
+
+class Auxiliary(OneLoss):
+    """Runs the backward of another loss itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2:
+            (self.net(batch[0]).float().square().sum() / 2).backward()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_training_step_that_runs_a_backward_ends_the_weights() -> None:
+    """The line comes in the first window; the second one has Lightning's arithmetic."""
+    batches, gradients = labelled((1, 8, 2, 5)), []
+    for arguments in ({"plugin": AutocastPrecision("bf16-mixed")}, {"precision": "bf16-mixed"}):
+        module, seen = Auxiliary(LOSSES["classes"], lr=0.0), []
+        module.on_before_optimizer_step = lambda _, m=module, s=seen: s.append([p.grad.clone() for p in m.parameters()])
+        warned = pytest.warns(UserWarning, match="equal weights.*: training_step writes gradients itself")
+        with warned if "plugin" in arguments else nullcontext():
+            fit(module, batches, accumulate_grad_batches=2, **arguments)
+        gradients.append(seen[1])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_an_optimizer_that_evaluates_again_has_equal_weights(caplog: pytest.LogCaptureFixture) -> None:

@@ -264,7 +264,7 @@ def test_ranks_that_share_their_data_count_it_once(monkeypatch: pytest.MonkeyPat
     totals = AccumulationTotals().plus(10, 10, 16, 2)
     controller.state = replace(controller.state, layout=DataLayout(2, None), window=Window(totals=totals))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
     controller.close_window(4 * totals.tensor(torch.device("cpu")))
     controller.counter.flush_pending()
     assert (controller.counter.tokens, controller.counter.input_tokens, controller.counter.samples) == (20, 32, 4)

@@ -1,6 +1,7 @@
 """What the items of a loss are, read from its graph."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.tokens.loss_items import Items, Unknown, read_items
+from lightning_mp.tokens.loss_weights import LossWeights
 
 Loss = Callable[[Tensor], Tensor]
 ROWS, CLASSES, LABELLED = 5, 4, 3
@@ -212,3 +214,19 @@ def test_an_upper_bound_is_known_from_shapes() -> None:
     masked = read_items(each(logits()).sum() / LABELLED)
     assert isinstance(masked, Items)
     assert math.isinf(masked.means[0].most)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("cross-entropy", 15), ("elements", 15), ("masked", 15), ("smoothed", 25), ("several", 23)]
+)
+def test_a_loss_is_read_and_weighed_in_few_python_calls(name: str, most: int) -> None:
+    value, weights, entered = MEANS[name][0](logits()), LossWeights(), []
+    weights.settle([read_items(value)])
+    weights.of(read_items(value))
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: entered.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        weights.of(read_items(value))
+    finally:
+        sys.setprofile(before)
+    assert len(entered) <= most, entered
