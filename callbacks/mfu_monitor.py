@@ -41,7 +41,6 @@ class _Fit:
     """What is under way in one fit; what was measured is the monitor's."""
 
     trainer: "pl.Trainer"
-    is_on_cpu: bool
     uncounted_batches: int  # that come before the one whose operations are counted
     tally: FlopTally | None = None  # while they are
     is_settled: bool = False  # it is known what a token costs
@@ -183,7 +182,6 @@ class MFUMonitor(SettingsRepr, Callback):
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
         self._fit = _Fit(
             trainer,
-            is_on_cpu=trainer.strategy.root_device.type == "cpu",
             uncounted_batches=1 if is_pipelined(trainer) else 0,
         )
         self.flop_count = None
@@ -331,8 +329,6 @@ class MFUMonitor(SettingsRepr, Callback):
             fit.uncounted_batches = max(0, fit.uncounted_batches - 1)
         if self._controller.is_open:
             return
-        if fit.is_on_cpu:
-            self._controller.counter.flush_pending()  # nothing to wait for
         if fit.changes is not None and fit.changes.any:
             self._read(fit, fit.changes)
 

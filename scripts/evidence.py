@@ -18,6 +18,7 @@ import json
 import math
 import platform
 import shlex
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -316,6 +317,7 @@ def run_parts(parts: list[str], sizes: Sizes, out: Path, *, quick: bool, command
             "sizes": asdict(sizes),
             "limits": what_is_small(sizes, quick=quick),
             "command": command,
+            "commit": commit(),
             "date": datetime.now(UTC).date().isoformat(),
             "machine": machine(),
             "versions": {"python": platform.python_version(), **installed("torchao", "scikit-learn")},
@@ -337,6 +339,13 @@ def installed(*packages: str) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
+
+
+def commit() -> str:
+    """The commit of this clone; "unknown" outside of one."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def machine() -> str:

@@ -27,6 +27,7 @@ class PrecisionSpec:
     autocast: bool = False  # weights are cast at their use
     fp8: bool = False  # linear layers multiply in fp8
     cache_weights: bool = False  # a weight is cast once per forward, and the cast lives until it ends
+    fp32_gradients: bool = False  # gradients of 16-bit weights are accumulated in fp32
     frees_gradients: bool = False  # the last step's are freed before the next forward, by the plugins of this package
 
     @property
@@ -111,7 +112,8 @@ def find_precision(precision: object) -> PrecisionSpec:
     row = PRECISIONS[name]
     is_ours = row.autocast or row.master_bytes > 0 if isinstance(precision, str) else _is_ours(precision)
     cache_weights = getattr(precision, "cache_weights", False) is True
-    return replace(row, cache_weights=cache_weights, frees_gradients=is_ours)
+    fp32_gradients = getattr(precision, "fp32_gradients", False) is True
+    return replace(row, cache_weights=cache_weights, frees_gradients=is_ours, fp32_gradients=fp32_gradients)
 
 
 def _is_ours(plugin: object) -> bool:

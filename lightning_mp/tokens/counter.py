@@ -125,10 +125,12 @@ class TokenCounter:
         return self.samples if self._unread else self.samples - self.last_window_samples
 
     def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> HostCopy:
-        """Takes the totals of a window, already summed over all ranks, and reads those of the windows before."""
+        """Takes the totals of a window, summed over all ranks; on a CPU they are read at once, else one window late."""
         self.flush_pending()
         copy = HostCopy(totals)
         self._unread.append(_Unread(copy, micro_batches, repeated))
+        if copy.is_there:
+            self.flush_pending()
         return copy
 
     def skip_last_window(self) -> None:

@@ -108,7 +108,8 @@ def test_without_a_chip_the_answer_is_which_chips_would_do(capsys):
     seven = "--layers 32 --width 4096 --heads 32 --ffn 11008 --vocab 32000 --tokens 1T"
     chips = {row["memory_bytes"] // 10**9: row["layout"] for row in content(capsys, f"plan {seven}")["chips"]}
     assert chips[80] is None, "16 bytes for each of 6.7 billion parameters"
-    assert chips[192]["largest_micro_batch"] >= 1
+    assert chips[192] is None, "with the allocator at its worst"
+    assert chips[max(chips)]["largest_micro_batch"] >= 1
     printed = output(capsys, f"plan {seven} --gpus 8").out
     row = next(line for line in printed.splitlines() if "A100, A800" in line)
     assert "FSDP 8, checkpointed" in row

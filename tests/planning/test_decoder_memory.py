@@ -67,13 +67,17 @@ def test_a_pipeline_holds_as_many_micro_batches_as_it_has_stages():
         layout = MemoryLayout(ParallelLayout(stages=8))
         return decoder_memory(LLAMA_2_7B, layout, context_tokens=4096, **arguments).bytes_by_part["activations"]
 
-    one = decoder_memory(LLAMA_2_7B, context_tokens=4096).bytes_by_part["activations"]
-    assert activations() == one
-    assert activations(micro_batches=2) == one / 4
+    ends = 4 * 4 * 4096 * 4096  # what the first and the last stage save outside of blocks, at most
+    one = decoder_memory(LLAMA_2_7B, context_tokens=4096).bytes_by_part["activations"] - ends
+    assert activations() - ends == one
+    assert activations(micro_batches=2) - ends == one / 4
 
 
 def test_recomputed_blocks_keep_their_inputs_only():
-    kept, again = (decoder_memory(LLAMA_2_7B, MemoryLayout(checkpointed=c), context_tokens=4096) for c in (False, True))
+    kept, again = (
+        decoder_memory(LLAMA_2_7B, MemoryLayout(checkpointed=c), sequences=4, context_tokens=4096)
+        for c in (False, True)
+    )
     assert again.bytes_by_part["activations"] < 0.15 * kept.bytes_by_part["activations"]
 
 
