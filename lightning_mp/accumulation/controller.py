@@ -20,8 +20,9 @@ from lightning_mp.accumulation.boundary import (
     refuse_repeated_losses,
     repeated_losses,
 )
+from lightning_mp.accumulation.lost_gradient import warn_about_lost_gradient
 from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
-from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
+from lightning_mp.accumulation.partial_state import PartialAccumulation
 from lightning_mp.accumulation.schedule import Progress, TargetBatch
 from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch, Part

@@ -59,6 +59,8 @@ GUARDED_ELSEWHERE = {
     # resume/test_exact_resume.py
     *("_num_yielded", "_forward_cache", "_computed", "_update_count", "_logger_connector", "_first_loop_iter"),
     "_callback_metrics",
+    # resume/test_beside_settings_of_lightning.py
+    *("_data_source", "_last_train_dl_reload_epoch", "_last_val_dl_reload_epoch"),
 }
 
 
