@@ -57,6 +57,10 @@ class CallbackMetrics(Callback):
             metrics = cls()
             run.place_callback(metrics, "before checkpoints")
             Patches.of(trainer).at_end(lambda: run.remove_callback(metrics))
+            if trainer.progress_bar_callback is not None:
+                from lightning_mp.core.bar_messages import keep_messages_off_the_bar  # of use beside a bar only
+
+                keep_messages_off_the_bar(trainer)
         return metrics
 
     def add(self, metrics: Metrics, on_bar: Metrics | None = None) -> None:

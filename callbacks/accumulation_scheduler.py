@@ -95,10 +95,10 @@ class AccumulationScheduler(SettingsRepr, Callback):
             that see different data; a resume with another number of ranks or another batch size measures again.
         target_tokens: the same in tokens: padding included, or those that ``count`` returns.
         ramp: how to get from one target to the next: "stepped" or "linear".
-        weight_by: weight of a micro-batch in the mean of its window: "token" for its target tokens, "sample" for its
-            batch size, "batch" for equal weights. "auto" uses tokens if batches have token labels, else samples. The
-            loss must be a mean over these items; or, if the batch is a mapping with ``"num_items_in_batch"``, a sum
-            divided by that, as Hugging Face models make it.
+        weight_by: weight of a micro-batch in the mean of its window: "auto" for the items of its loss, or equal weights
+            where these are unknown, which a line says; "token" for its target tokens, "sample" for its batch size,
+            "batch" for equal weights. With the last three the loss must be a mean over these; or, if the batch is a
+            mapping with ``"num_items_in_batch"``, a sum divided by that, as Hugging Face models make it.
         count: a function that returns the number of tokens in a batch on this rank (int, or scalar tensor); None counts
             the labels other than -100.
         sync: under FSDP and FSDP2, "window" reduces gradients once per window and keeps them unsharded until then;

@@ -34,6 +34,7 @@ class _Fit:
     budget: ChinchillaBudget
     recent: list[tuple[float, float]] = field(default_factory=list)  # seconds and tokens
     on_its_way: HostCopy | None = None  # the loss of the last window
+    has_warned: bool = False  # that there is no loss
 
 
 class BudgetForecast(SettingsRepr, Callback):
@@ -117,7 +118,20 @@ class BudgetForecast(SettingsRepr, Callback):
             fit.recent = [*fit.recent[-_RECENT_POINTS:], (time.monotonic(), tokens)]
             self._note(tokens, before.read()[0])
         if trainer.global_step % self.every_n_steps == 0:
+            if not isinstance(logged, torch.Tensor):
+                self._warn_once(trainer, fit)
             self._forecast(fit)
+
+    def _warn_once(self, trainer: "pl.Trainer", fit: _Fit) -> None:
+        """At the first forecast that is due, and not when the budget is spent."""
+        if fit.has_warned:
+            return
+        fit.has_warned = True
+        rank_zero_warn(
+            f"BudgetForecast({self.metric!r}) sees no loss: the module logs"
+            f" {', '.join(sorted(trainer.callback_metrics)) or 'nothing'}. Give the name under which it logs its"
+            " training loss, with on_step=True."
+        )
 
     def _note(self, tokens: float, loss: float) -> None:
         self._windows += 1
@@ -148,13 +162,10 @@ class BudgetForecast(SettingsRepr, Callback):
         rank_zero_info(f"BudgetForecast: {self.loss}. The budget ends in {middle} ({low} to {high}).")
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Warns if the loss was never logged."""
+        """Warns if the loss was never logged in a run that was too short for a forecast."""
         if not self._windows and trainer.global_step > 1:
-            rank_zero_warn(
-                f"BudgetForecast({self.metric!r}) saw no loss: the module logs"
-                f" {', '.join(sorted(trainer.callback_metrics)) or 'nothing'}. Give the name it logs its training loss"
-                " under, with on_step=True."
-            )
+            assert self._fit is not None
+            self._warn_once(trainer, self._fit)
 
     def state_dict(self) -> dict[str, Any]:
         """The points."""

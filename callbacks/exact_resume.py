@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.accumulation.partial_state import warn_about_lost_gradient
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
@@ -26,6 +28,7 @@ from lightning_mp.core.private_loop_api import set_metric_state
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.core.ranks import world_size
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE_COUNT, Kind, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
@@ -231,8 +234,9 @@ class ExactResume(SettingsRepr, Callback):
     ) -> None:
         """Adds the state of every rank; all ranks call this."""
         progress = checkpoint.get("loops", {}).get("fit_loop")
-        if progress is None:
+        if progress is None or self._is_tuning(trainer):
             return
+        self._warn_inside_window(trainer, progress)
         fit = self._fit
         metrics = fit.of_cut_epoch if fit.at_end is not None else None
         metrics = metrics or _metrics(trainer) | {"epoch_ends": private_loop_api.is_in_end_of_epoch(trainer)}
@@ -246,6 +250,20 @@ class ExactResume(SettingsRepr, Callback):
         own = {"random": self._random(trainer, progress), "loaders": loaders, "metrics": metrics}
         ranks = _gathered(own)
         checkpoint[EXACT_RESUME_KEY] = {"version": 1, "num_ranks": len(ranks), "per_rank": ranks}
+
+    def _is_tuning(self, trainer: "pl.Trainer") -> bool:
+        progress = RunState.of(trainer).callback(ResumableProgress)
+        return progress is not None and progress.is_tuning
+
+    def _warn_inside_window(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> None:
+        """Of the Trainer's own windows nobody else knows; AccumulationScheduler keeps the gradient of its, or warns."""
+        controller, planned = AccumulationController.of(trainer), trainer.accumulate_grad_batches
+        if controller is not None and not controller.settings.follows_trainer:
+            return
+        batches = progress["epoch_loop.batch_progress"]
+        position = 0 if batches["is_last_batch"] else batches["current"]["processed"] % planned
+        if position:
+            warn_about_lost_gradient(planned, position)
 
     def _random(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> dict[str, Any]:
         """Where random numbers continue, and where they do for what is fetched ahead."""
@@ -273,7 +291,7 @@ class ExactResume(SettingsRepr, Callback):
         Raises:
             ValueError: if the state is damaged.
         """
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != TrainerFn.FITTING or self._is_tuning(trainer):
             return
         saved = checkpoint.get(EXACT_RESUME_KEY)
         if saved is None:

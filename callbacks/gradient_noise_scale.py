@@ -395,9 +395,8 @@ def _accumulates_locally(trainer: "pl.Trainer") -> bool:
 def _weight(trainer: "pl.Trainer") -> float | Tensor:
     """What the controller multiplies this micro-batch's loss by."""
     controller = AccumulationController.of(trainer)
-    if controller is None or controller.measure is None or controller.state.reference_items is None:
-        return 1.0
-    return controller.measure.items / controller.state.reference_items
+    micro_batch = controller.state.micro_batch if controller is not None else None
+    return micro_batch.factor if micro_batch is not None else 1.0
 
 
 def _square_scale(trainer: "pl.Trainer", like: Tensor) -> Tensor:

@@ -34,9 +34,9 @@ class OverflowMonitor(SettingsRepr, Callback):
     ``mp/overflow_rate`` (skipped over attempted steps) and ``mp/grad_norm`` (true norm before clipping; with the
     plugins of this package, or with ``guard``). Totals are saved in the checkpoint.
 
-    A run that only skips steps is stopped, see ``stop_after_skips``. A warning at the end of a fit reports more than 10
-    skipped steps that are more than half of all, or more than 48 (as many as a falling loss scale explains) that are
-    more than a tenth.
+    A run that only skips steps is stopped, see ``stop_after_skips``. A warning at the end of a fit reports
+    skipped steps that are all steps (of 3 or more), half of them or more (and 10 or more), or more than a tenth (and
+    more than 48, which a falling loss scale explains).
 
     The precision plugins of this package keep learning-rate schedulers and averaged weights from advancing on a skipped
     step. With Lightning's own plugins, this callback does so.
@@ -146,8 +146,7 @@ class OverflowMonitor(SettingsRepr, Callback):
         assert fit is not None
         self._flush_pending()
         attempts, skips = self.attempted_steps - fit.attempted_before, self.skipped_steps - fit.skipped_before
-        many = max(_FEWEST_SKIPS, attempts / 10, min(_SKIPS_OF_A_FALLING_SCALE, attempts / 2))
-        if self.stop_reason is None and skips > many:
+        if self.stop_reason is None and _are_many(skips, attempts):
             rank_zero_warn(
                 f"OverflowMonitor: {skips:,} of {attempts:,} optimizer steps were skipped because gradients were not"
                 f" finite; the weights were trained by the other {attempts - skips:,} alone.{self._advice(fit)}",
@@ -281,6 +280,17 @@ def _unhealthy_streak(scaler: object) -> int:
     return max(100, 2 * math.ceil(halvings))
 
 
+def _are_many(skips: int, attempts: int) -> bool:
+    """Whether so many skipped steps are worth a warning.
+
+    >>> _are_many(10, 10), _are_many(15, 30), _are_many(48, 200)
+    (True, True, False)
+    """
+    if skips == attempts:
+        return skips >= _FEWEST_STEPS
+    return skips >= max(_FEWEST_SKIPS, attempts / 2) or skips > max(_SKIPS_OF_A_FALLING_SCALE, attempts / 10)
+
+
 class RealStepLimit:
     """Raises the Trainer's ``max_steps`` by one for every skipped step, and puts the user's number back at the end.
 
@@ -336,3 +346,4 @@ _TOTALS = ("attempted_steps", "skipped_steps", "skip_streak")
 _SKIPS_OF_A_FALLING_SCALE = 48
 #: A run of a few steps, a trial, says nothing about the one that follows.
 _FEWEST_SKIPS = 10
+_FEWEST_STEPS = 3

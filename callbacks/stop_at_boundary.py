@@ -195,5 +195,6 @@ class StopAtBoundary(SettingsRepr, Callback):
             private_loop_api.skip_validation_of_the_stop(trainer)
             rank_zero_info(
                 f"StopAtBoundary: stopped by {self.stopped_by} after optimizer step {trainer.global_step}; saved"
-                f" {self.path}."
+                f" {self.path}. fit() returns, and the script continues unless it reads the attribute stopped_by:"
+                " `if stop.stopped_by: sys.exit()`."
             )

@@ -13,37 +13,50 @@ are first used. The rest is one level down:
 - :mod:`lightning_mp.planning`: compute-optimal plans, FLOPs, memory and parallel layouts, without a Trainer.
 """
 
+import sys
 from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_mp import checkpoints, diagnostics, metrics, pipelining, planning
 from lightning_mp._version import __version__
-from lightning_mp.callbacks import (
-    AccumulationScheduler,
-    ActivationCheckpointing,
-    AtomicCheckpoints,
-    BudgetForecast,
-    ChinchillaBudget,
-    ExactResume,
-    GradientNoiseScale,
-    MFUMonitor,
-    MicroBatchOnOOM,
-    OverflowMonitor,
-    OverflowPostMortem,
-    PrecisionAudit,
-    Preflight,
-    RankWatchdog,
-    StopAtBoundary,
-    TokenLearningRate,
-    UnderflowMonitor,
-)
-from lightning_mp.gradients.comm_hook import reduced_precision_hook
-from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
-from lightning_mp.optimizer_step.loss_scaler import LossScaler
-from lightning_mp.optimizers import JointOptimizer, matrices_and_rest
-from lightning_mp.policy.policy import PrecisionPolicy
-from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
-from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
+
+
+def _only_answers_a_command() -> bool:
+    """Whether this is ``lightning-mp`` or ``python -m lightning_mp``; a command that needs the rest imports it."""
+    words = sys.orig_argv
+    is_module = any(pair == ("-m", "lightning_mp") for pair in pairwise(words))
+    return "torch" not in sys.modules and (is_module or Path(sys.argv[0]).stem == "lightning-mp")
+
+
+if TYPE_CHECKING or not _only_answers_a_command():
+    from lightning_mp import checkpoints, diagnostics, metrics, pipelining, planning
+    from lightning_mp.callbacks import (
+        AccumulationScheduler,
+        ActivationCheckpointing,
+        AtomicCheckpoints,
+        BudgetForecast,
+        ChinchillaBudget,
+        ExactResume,
+        GradientNoiseScale,
+        MFUMonitor,
+        MicroBatchOnOOM,
+        OverflowMonitor,
+        OverflowPostMortem,
+        PrecisionAudit,
+        Preflight,
+        RankWatchdog,
+        StopAtBoundary,
+        TokenLearningRate,
+        UnderflowMonitor,
+    )
+    from lightning_mp.gradients.comm_hook import reduced_precision_hook
+    from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
+    from lightning_mp.optimizer_step.loss_scaler import LossScaler
+    from lightning_mp.optimizers import JointOptimizer, matrices_and_rest
+    from lightning_mp.policy.policy import PrecisionPolicy
+    from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
+    from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
 
 if TYPE_CHECKING:
     from lightning_mp.comparison.compare import compare_precisions

@@ -4,7 +4,7 @@ When: large linear layers (width 1,536 or more), a GPU with fp8 units (compute c
 `torch.compile`. Expect less than the ratio of the peaks: published end-to-end speedups over bf16 are up to 1.3x.
 Without fp8 units, values are rounded to fp8 and multiplied in fp32, which shows the accuracy but not the speed.
 
-    pip install "lightning-mp[fp8]"
+    pip install ".[fp8]"
     python recipes/fp8_hopper.py           # toy size, on any CPU, emulated, a few seconds
     python recipes/fp8_hopper.py --full    # on a GPU, compiled
 

@@ -33,9 +33,9 @@ from lightning_mp.checkpoints.sharded import load_checkpoint, without_synthetic_
 from lightning_mp.checkpoints.single_file import full_optimizer_state
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import true_or_false, whole_number
+from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.precisions import low_dtype
-from lightning_mp.core.settings_repr import NamespaceHint
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.distributed.sharding_rules import Shard, read_resharding, read_shard, unit_names
@@ -276,6 +276,8 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             text += f"; {len(split)} layers split over {self.tensor_parallel_size} ranks"
         if "sequence" in styles.values():
             text += ", and the sequence between them"
+        if self.world_size == 1:
+            text += ": nothing is sharded, and it saves no memory"
         rank_zero_info(f"{text}.")
 
     def _check_checkpoint_io(self) -> None:

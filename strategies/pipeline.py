@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, refuse_shards
 from lightning_mp.checkpoints.single_file import refuse_other_number
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.core.patches import Patch, Patches
-from lightning_mp.core.settings_repr import NamespaceHint
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import named_mesh
 from lightning_mp.gradients.clipping import clip_by_whole_norm_

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp.core.settings_repr import NamespaceHint
+from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.gradients.comm_hook import ReducedDtype, reduced_precision_hook
 
 

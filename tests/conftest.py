@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Set before anything imports torch, and inherited by the processes that tests start. The models are
 # tiny and several processes share two cores, so one thread each is the fastest choice.
@@ -30,6 +31,8 @@ hypothesis.settings.register_profile("lightning_mp quick", max_examples=25, dead
 #: Looked through for doctests it would be imported, and hide matplotlib and transformers from all tests.
 collect_ignore = ["support/plain_install"]
 
+#: What `--accelerator` moves.
+ON_GPU = pytest.StashKey[Any]()
 SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 FOLDER_NUMBERS = itertools.count()
 RANKS = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -39,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`make soak` gives these; without them the tests in tests/soak are short."""
     parser.addoption("--soak-steps", type=int, default=0, help="optimizer steps of tests/soak/test_soak.py, at least")
     parser.addoption("--every-case", action="store_true", help="all combinations of parameters, not all pairs only")
+    parser.addoption(
+        "--accelerator",
+        choices=("gpu", "record"),
+        help="Trainers of tests that ask for one CPU take the GPU; `record` says which would, and moves none",
+    )
     parser.addoption("--soak-fits", type=int, default=0, help="fits in one process of tests/soak/test_many_fits.py")
 
 
@@ -61,6 +69,41 @@ FULL_TIMEOUT_SECONDS = 400
 def pytest_configure(config: pytest.Config) -> None:
     quick = config.option.markexpr == "not full"
     hypothesis.settings.load_profile("lightning_mp quick" if quick else "lightning_mp")
+    if config.option.accelerator:
+        _take_the_gpu(config)
+
+
+def _take_the_gpu(config: pytest.Config) -> None:
+    import torch
+    from on_gpu import OnGpu
+
+    moves = config.option.accelerator == "gpu"
+    if moves and not torch.cuda.is_available():
+        raise pytest.UsageError("--accelerator gpu needs a CUDA device, and torch sees none. Use --accelerator record.")
+    torch.backends.cudnn.allow_tf32 = False  # references are in fp32
+    config.stash[ON_GPU] = OnGpu(moves)
+    context = config.stash[ON_GPU].in_force()
+    context.__enter__()
+    config.add_cleanup(lambda: context.__exit__(None, None, None))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Mark what is left on the CPU with `--accelerator gpu`."""
+    on_gpu = item.config.stash.get(ON_GPU, None)
+    if on_gpu is None:
+        return
+    on_gpu.begin(item.nodeid)
+    marker = item.get_closest_marker("cpu_only")
+    if marker is not None:
+        pytest.skip(f"on the CPU only: {marker.kwargs['reason']}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what `--accelerator` has moved; with pytest-xdist the workers know it, and this process does not."""
+    on_gpu = config.stash.get(ON_GPU, None)
+    if on_gpu is not None and on_gpu.trainers:
+        verb = "took the GPU" if on_gpu.moves else "would take the GPU"
+        terminalreporter.line(f"{on_gpu.trainers.total()} Trainers of {len(on_gpu.trainers)} tests {verb}.")
 
 
 @pytest.hookimpl(tryfirst=True)

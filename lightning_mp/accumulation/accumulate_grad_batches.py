@@ -66,12 +66,16 @@ class AccumulateGradBatches(ScheduledWindows):
     subclass of the left one's, so the answers come from the controller. For everything else it is the plain number
     ``N``, by which Lightning divides the loss.
 
+    In a ``training_step(dataloader_iter)`` Lightning 2.6 evaluates the first one with the index of the previous batch,
+    and so clears the gradient of each window's first micro-batch; the second one with ``num_ready``.
+
     >>> window = AccumulateGradBatches(4, batch_idx=6, opens=True, closes=False)
     >>> 6 % window, 7 % window, 12 / window
     (0, 1, 3.0)
     """
 
     _batch_idx: int
+    _num_ready: int
     _opens: bool
     _closes: bool
 
@@ -82,11 +86,13 @@ class AccumulateGradBatches(ScheduledWindows):
         batch_idx: int,
         opens: bool,
         closes: bool,
+        num_ready: int | None = None,
         total: Callable[[], int | None] | None = None,
     ) -> Self:
         """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
         window = super().__new__(cls, micro_batches, total)
         window._batch_idx = batch_idx
+        window._num_ready = batch_idx + 1 if num_ready is None else num_ready
         window._opens = opens
         window._closes = closes
         return window
@@ -94,7 +100,7 @@ class AccumulateGradBatches(ScheduledWindows):
     def __rmod__(self, value: int) -> int:
         if value == self._batch_idx:
             return int(not self._opens)
-        if value == self._batch_idx + 1:
+        if value == self._num_ready:
             return int(not self._closes)
         return value % int(self)
 

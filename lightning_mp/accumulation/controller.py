@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,21 +20,28 @@ from lightning_mp.accumulation.boundary import (
     refuse_repeated_losses,
     repeated_losses,
 )
-from lightning_mp.accumulation.micro_batch_meter import FirstLoss, MicroBatchMeter, inspect_first_loss
+from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
 from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
 from lightning_mp.accumulation.schedule import Progress, TargetBatch
-from lightning_mp.accumulation.settings import AccumulationSettings
+from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
+from lightning_mp.core.saved_state import MAPPING, POSITIVE, checked_state, or_none
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.modules.stage_placeholder import is_pipelined
-from lightning_mp.optimizer_step.closures import evaluates_its_closure_once
+from lightning_mp.optimizer_step.closures import requires_closure
+from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
+
+if TYPE_CHECKING:
+    from lightning_mp.accumulation.weighing import MicroBatchWeighing
+    from lightning_mp.tokens.loss_weights import LossWeights
 
 
 @dataclass
@@ -42,12 +49,13 @@ class _Fit:
     """What one fit has settled, and what is under way in it."""
 
     meter: MicroBatchMeter | None = None  # from the first batch on, if micro-batches are counted or weighed
-    loss: FirstLoss | None = None  # from the first loss on
-    weighs: bool = False  # micro-batches have weights, as the first loss has settled
+    weighing: "MicroBatchWeighing | None" = None  # from the start of the fit on, if micro-batches are weighed
     boundary: AccumulationBoundary | None = None
     before_steps: list[Callable[[], None]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
     is_in_backward: bool = False
+    takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which nobody sees before
+    has_no_loss: bool = False  # of the current micro-batch, on this rank; others may have one
 
 
 class AccumulationController(Callback):
@@ -81,7 +89,9 @@ class AccumulationController(Callback):
         self.settings = AccumulationSettings(micro_batches)
         self.state = AccumulationState()
         self.counter = TokenCounter()
+        self.losses = _nothing_known()
         self._fit = _Fit()
+        self._has_fitted = False
         self._is_plugins = False
         # Of a checkpoint, until training starts.
         self._saved_window: PartialAccumulation | None = None
@@ -103,6 +113,9 @@ class AccumulationController(Callback):
         elif controller.settings.weighting is None:
             controller.settings.constant = int(trainer.accumulate_grad_batches)
         controller._is_plugins = False
+        if controller._has_fitted:  # another fit: what it knows of losses it learns anew, and says so
+            controller._has_fitted, controller.losses = False, _nothing_known()
+            controller.state = replace(controller.state, reference_items=None)
         # After all callbacks' hooks: one of them may write a checkpoint of an open window on an exception.
         Patches.of(trainer).at_end(lambda: controller.release(trainer))
         return controller
@@ -144,10 +157,11 @@ class AccumulationController(Callback):
 
     @property
     def weight_by(self) -> WeightBy | None:
-        """What micro-batches weigh; None where they are not weighted."""
-        if self._fit.loss is not None and self._fit.loss.average is not None:
-            return "token"
-        return self.weighting.weight_by if self.weighting is not None else None
+        """What micro-batches weigh; None where Lightning's division gives them equal weights."""
+        weighing = self._fit.weighing
+        if weighing is None or weighing.source is None or weighing.is_equal:
+            return None
+        return "token" if weighing.source == "loss" else self.weighting.weight_by if self.weighting else None
 
     @property
     def measure(self) -> Measure | None:
@@ -158,6 +172,11 @@ class AccumulationController(Callback):
         """Tokens of a batch like this over all ranks: with padding, or those of ``count``."""
         assert self.weighting is not None
         return self._num_data_ranks * self.weighting.size(batch, {"token"})[1]
+
+    def weigh_equally(self, why: str) -> None:
+        """Gives micro-batches equal weights for the rest of the fit, as in Lightning; call it on all ranks."""
+        if self._fit.weighing is not None:
+            self._fit.weighing.weigh_equally(why)
 
     def before_each_step(self, function: Callable[[], None]) -> None:
         """Calls ``function`` in this fit before each optimizer step, also one that is skipped.
@@ -173,14 +192,15 @@ class AccumulationController(Callback):
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Refuses an optimizer that evaluates the loss several times in one step."""
+        """Refuses an optimizer that evaluates the loss several times in one step; says where weights must be equal."""
         if not self.settings.follows_trainer:
             refuse_repeated_losses(trainer)
         self.state = replace(self.state, end_tokens=None)
-        if self.settings.follows_trainer and any(
-            not evaluates_its_closure_once(type(optimizer)) for optimizer in trainer.optimizers
-        ):
-            self.settings.weighting = None  # its own evaluations would be weighed as well
+        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+            self._fit.takes_iterator = True
+            refuse_counts_of_unseen_batches(self.settings)
+        if self.settings.weighting is not None:
+            self._start_weighing(trainer, pl_module)
         if self.settings.weighting is not None and not self.settings.follows_trainer:
             self._fit.boundary = AccumulationBoundary(
                 trainer,
@@ -191,6 +211,18 @@ class AccumulationController(Callback):
                 checkpoints_wait=not self.settings.saves_partial_gradients,
                 carries_over=self.settings.carries_over,
             )
+
+    def _start_weighing(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        from lightning_mp.accumulation.missing_losses import replace_missing_losses
+        from lightning_mp.accumulation.weighing import MicroBatchWeighing
+
+        self._fit.weighing = MicroBatchWeighing(trainer, self.settings, self.losses)
+        if pl_module.automatic_optimization:
+            replace_missing_losses(trainer, lambda: setattr(self._fit, "has_no_loss", True))
+        if overrides(pl_module, pl.LightningModule, "backward"):
+            self.weigh_equally(f"{type(pl_module).__name__}.backward may write gradients of other losses")
+        elif again := [o for o in trainer.optimizers if requires_closure(o)]:
+            self.weigh_equally(f"{type(again[0]).__name__} evaluates the loss again inside of a step")
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues a window that was saved open; ends a resumed run at once if its budget is spent."""
@@ -232,6 +264,8 @@ class AccumulationController(Callback):
         if self._fit.meter is not None:
             self._fit.meter.restore_labels()
         self.counter.flush_pending()
+        if self._fit.weighing is not None:
+            self.state = self._fit.weighing.settle_window(self.state)
 
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Gives the Trainer its own setting back, by which Lightning decides what to log; the window stays open."""
@@ -245,7 +279,7 @@ class AccumulationController(Callback):
         if self._fit.meter is not None:
             self._fit.meter.restore_labels()
         self.settings = AccumulationSettings(self.settings.constant)
-        self._fit = _Fit()
+        self._fit, self._has_fitted = _Fit(), True
         self.state = replace(windows.close_early(self.state), micro_batch=None)
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
@@ -259,12 +293,13 @@ class AccumulationController(Callback):
             return
         if fit.meter is not None and fit.meter.has_trimmed:
             fit.meter.restore_labels()
+        index = trainer.fit_loop.epoch_loop.batch_idx if fit.takes_iterator else batch_idx
         if settings.follows_trainer:
             if not pl_module.automatic_optimization:
                 return
-            if batch_idx % int(trainer.accumulate_grad_batches) == 0:
+            if index % int(trainer.accumulate_grad_batches) == 0 or self.state.window.totals is None:
                 self.state = windows.close_early(self.state)
-        is_first = fit.meter is None
+        is_first = fit.meter is None and not fit.takes_iterator
         if is_first and (settings.weighting.weight_by is not None or not settings.follows_trainer):
             fit.meter = self._inspect_first_batch(trainer, pl_module, batch)
         meter, opens, ends_run = fit.meter, not self.state.window.is_open, False
@@ -275,7 +310,7 @@ class AccumulationController(Callback):
             budget = None if settings.budget is None and self.state.end_tokens is None else self.budget
             if budget is not None or meter.looks_at_rows:
                 measure, ends_run = meter.look(batch, measure, self.state.window, budget)
-        ends_epoch = trainer.is_last_batch or batch_idx + 1 >= trainer.num_training_batches
+        ends_epoch = trainer.is_last_batch or index + 1 >= trainer.num_training_batches
         another_follows = settings.carries_over and another_epoch_follows(trainer)
         micro_batch = MicroBatch(measure, ends_run, ends_epoch, another_follows, is_repeated=trainer.current_epoch > 0)
         if opens:
@@ -286,40 +321,76 @@ class AccumulationController(Callback):
             if is_first and isinstance(settings.schedule, TargetBatch):
                 self._report_target(settings.schedule.counted)
         self.state = windows.begin_micro_batch(settings, self.state, micro_batch)
-        if settings.follows_trainer:
-            return
-        window = self.state.window
-        if fit.boundary is not None:
-            fit.boundary.begin(closes=window.closes, last_of_epoch=ends_epoch)
-        trainer.accumulate_grad_batches = AccumulateGradBatches(
-            window.planned, batch_idx=batch_idx, opens=opens, closes=window.closes, total=settings.total_steps
-        )
+        self._set_lightnings_window(trainer, batch_idx, opens=opens, ends_epoch=ends_epoch)
         if is_first:
             for function in fit.at_first_batch:
                 function(batch)
+
+    def _set_lightnings_window(self, trainer: "pl.Trainer", batch_idx: int, *, opens: bool, ends_epoch: bool) -> None:
+        """Has Lightning clear gradients where the window opens, and step where it closes."""
+        settings, fit, window = self.settings, self._fit, self.state.window
+        num_ready = trainer.fit_loop.epoch_loop.batch_idx + 1 if fit.takes_iterator else batch_idx + 1
+        planned, closes = window.planned, window.closes
+        if settings.follows_trainer:
+            if not fit.takes_iterator:
+                return
+            planned = int(trainer.accumulate_grad_batches)
+            closes = num_ready % planned == 0
+        elif fit.boundary is not None:
+            fit.boundary.begin(closes=closes, last_of_epoch=ends_epoch)
+        trainer.accumulate_grad_batches = AccumulateGradBatches(
+            planned, batch_idx=batch_idx, num_ready=num_ready, opens=opens, closes=closes, total=settings.total_steps
+        )
+
+    def begin_part(self, part: Any, share: float) -> None:
+        """A part of the current micro-batch begins in place of the whole, with this share of its samples.
+
+        Its loss goes through :meth:`on_before_backward` as that of a micro-batch does: it weighs its own items, or its
+        share where weights are equal.
+        """
+        micro_batch, meter = self.state.micro_batch, self._fit.meter
+        if self.settings.weighting is None or micro_batch is None:
+            return
+        unmeasured = Measure(1, 0, 0, 0, divisor=batch_tokens.declared_divisor(part))
+        measure = unmeasured if meter is None else meter.weighting.measure(part)
+        window = replace(self.state.window, is_split=True)
+        self.state = replace(self.state, window=window, micro_batch=replace(micro_batch, measure=measure, share=share))
+
+    def end_parts(self, whole: MicroBatch | None) -> None:
+        """All parts of a micro-batch are over: what is known of it is that of the whole again."""
+        self.state = replace(self.state, micro_batch=whole)
+
+    def return_to(self, state: AccumulationState) -> None:
+        """A micro-batch, or its window, is done again from where it began; what is known of losses stays known."""
+        self.state = replace(state, reference_items=self.state.reference_items)
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
         if self.settings.weighting is None:
             return
         if self.state.window.totals is None:
-            if self.settings.follows_trainer:
+            if self.settings.follows_trainer:  # an optimizer's own evaluation, or a module's
                 return
             raise repeated_losses(trainer.optimizers)
-        self._measure_loss(trainer, loss)
-        if self.state.reference_items is None:
-            assert self.measure is not None
-            # Once per run, so the wait does not matter.
-            reference = float(trainer.strategy.broadcast(float(self.measure.items) or 1.0))
-            self.state = replace(self.state, reference_items=reference)
-        if self._fit.weighs and not windows.is_single_micro_batch_step(self.state):
-            factor = windows.loss_factor(self.state)
+        if self._fit.has_no_loss:
+            assert self.state.micro_batch is not None
+            self._fit.has_no_loss = False
+            nothing = replace(self.state.micro_batch, measure=Measure(0, 0, 0, 0), share=0.0)
+            self.state = replace(self.state, micro_batch=nothing)
+        weighing, weighting = self._fit.weighing, self.weighting
+        if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
+            assert weighting is not None
+            self.state = weighing.weigh(self.state, weighting, loss)
+            assert self.state.micro_batch is not None
+            factor = self.state.micro_batch.factor
+            divided_by = int(trainer.accumulate_grad_batches)
+            if divided_by != self.state.window.planned:  # it was set inside of a window
+                factor = factor * (divided_by / self.state.window.planned)
             if isinstance(factor, Tensor):
                 loss.mul_(factor.to(loss.device))
             elif factor != 1.0:
                 loss.mul_(factor)
-        assert self.state.reference_items is not None
-        self.state = windows.add_micro_batch(self.state, self.state.reference_items)
+        self.state = windows.add_micro_batch(self.state)
         self._fit.is_in_backward = True
 
     def on_before_optimizer_step(
@@ -346,41 +417,20 @@ class AccumulationController(Callback):
         if self.settings.weighting is None:
             return
         self.state = windows.end_micro_batch(self.state)
+        if self.settings.follows_trainer:  # Lightning decides where a window ends
+            window = self.state.window
+            self.state = replace(self.state, window=replace(window, is_open=window.totals is not None))
+            if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
+                trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
         self._fit.is_in_backward = False
+        if self._fit.weighing is not None and self._fit.weighing.watches_gradients:
+            self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
         if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
             self._fit.boundary.end()
         assert self.state.micro_batch is not None
         if self.state.micro_batch.ends_run and self._is_spent():
             self.state = replace(self.state, budget_reached=True)
             trainer.should_stop = True
-
-    def _measure_loss(self, trainer: "pl.Trainer", loss: Tensor) -> None:
-        """Takes as items of the current micro-batch what its loss averages over, if that is visible."""
-        micro_batch, fit = self.state.micro_batch, self._fit
-        assert micro_batch is not None
-        measure = micro_batch.measure
-        if fit.loss is None:
-            fit.loss = inspect_first_loss(trainer, self.settings, self.weighting, measure, loss)
-            if fit.loss.average is None and fit.meter is not None:
-                fit.meter.weighs_rows()
-            fit.weighs = self.weight_by is not None
-        average, check = fit.loss
-        if check is not None:
-            check.check(loss, measure.items)
-        if average is not None:
-            count = average.count(loss)
-            targets = average.targets(loss) if measure.divisor is not None else None
-            if count is None:  # another loss than the first one: it weighs as much, or what its batch says
-                known = self.state.reference_items if self.settings.follows_trainer else None
-                count = measure.items if known is None else int(known)
-            measure = replace(
-                measure,
-                items=count if targets is None else targets,
-                divisor=None if targets is None else count,
-            )
-        elif self.settings.follows_trainer and fit.meter is None:
-            measure = replace(measure, divisor=None)
-        self.state = replace(self.state, micro_batch=replace(micro_batch, measure=measure))
 
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 
@@ -391,7 +441,9 @@ class AccumulationController(Callback):
         hands them to :meth:`close_window`.
         """
         totals = self.state.window.totals
-        return totals.tensor(device) if totals is not None and totals.micro_batches else None
+        if totals is None or (totals.micro_batches == 0 and world_size() == 1):
+            return None
+        return totals.tensor(device)
 
     def close_window(self, totals: Tensor | None) -> Tensor | None:
         """Books a window, if there is one, before an optimizer steps or skips its step."""
@@ -399,14 +451,16 @@ class AccumulationController(Callback):
         local, micro_batch = self.state.window.totals, self.state.micro_batch
         if totals is not None:
             assert local is not None
-            num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+            num_ranks, weighing = world_size(), self._fit.weighing
             # Ranks that share their data (tensor parallel) have counted it once each.
             totals_once = totals / (num_ranks // self._num_data_ranks)
-            if self.weight_by is not None:
-                factor = windows.normalisation(self.state, totals, num_ranks)
+            if weighing is not None:
+                factor = weighing.normalisation(self.state, totals, num_ranks)
             self.state = windows.take_totals(self.state)
             is_repeated = micro_batch is not None and micro_batch.is_repeated
-            self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
+            copy = self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
+            if weighing is not None:
+                self.state = weighing.close_window(self.state, copy, are_here=totals.device.type == "cpu")
         for function in self._fit.before_steps:
             function()
         return factor
@@ -420,7 +474,8 @@ class AccumulationController(Callback):
     def _inspect_first_batch(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any
     ) -> MicroBatchMeter:
-        meter = MicroBatchMeter(trainer, pl_module, self.settings, self.counter, batch)
+        by_loss = self._fit.weighing is not None and self._fit.weighing.source == "loss"
+        meter = MicroBatchMeter(trainer, pl_module, self.settings, self.counter, batch, by_loss=by_loss)
         schedule = self.settings.schedule
         if schedule is not None and self.state.lacks_sizes(schedule.units):
             samples, tokens = trainer.strategy.broadcast(meter.weighting.size(batch, schedule.units))
@@ -467,10 +522,19 @@ class AccumulationController(Callback):
         """Remembers the gradient of a window that was saved open."""
         self._saved_window = PartialAccumulation.load(checkpoint, trainer, pl_module)
 
-    def continue_from(self, reference_items: float) -> None:
+    def weights_state(self, *, settle: bool = True) -> dict[str, Any]:
+        """What is known of the run's losses, for a checkpoint; to ``settle`` the last window call it on all ranks."""
+        if settle and self._fit.weighing is not None:
+            self.state = self._fit.weighing.settle_window(self.state)
+        return {"reference_items": self.state.reference_items, "losses": self.losses.state_dict()}
+
+    def continue_from(self, saved: Any) -> None:
         """Weighs as the run did whose checkpoint a precision plugin has read."""
         if self.state.reference_items is None:
-            self.state = replace(self.state, reference_items=reference_items)
+            kinds = {"reference_items": or_none(POSITIVE), "losses": MAPPING}
+            state = checked_state(saved, kinds, "the weights of micro-batches")
+            self.losses.load_state_dict(state["losses"])
+            self.state = replace(self.state, reference_items=state["reference_items"])
 
     def state_dict(self) -> dict[str, Any]:
         """The token counter and how far the run is; nothing where a plugin alone has it weigh, which saves that."""
@@ -478,10 +542,20 @@ class AccumulationController(Callback):
             return {}
         if self._fit.boundary is not None:
             self._fit.boundary.flush_outcome()
-        return {"counter": self.counter.state_dict()} | self.state.state_dict()
+        weights = self.weights_state()
+        return {"counter": self.counter.state_dict()} | self.state.state_dict() | {"losses": weights["losses"]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
         state = AccumulationState.read(state_dict)
+        _nothing_known().load_state_dict(state_dict.get("losses"))  # raises before anything is changed
         self.counter.load_state_dict(state_dict.get("counter", {}))
+        self.losses.load_state_dict(state_dict["losses"])
         self.state = state
+
+
+def _nothing_known() -> "LossWeights":
+    """Imported here: who only monitors a run need not read how losses are weighed."""
+    from lightning_mp.tokens.loss_weights import LossWeights
+
+    return LossWeights()

@@ -8,7 +8,8 @@ import inspect
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -23,8 +24,10 @@ from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_w
 from lightning_mp.core.patches import Patches
 from lightning_mp.modules.state import gradients_set_aside
 from lightning_mp.tokens import batch_tokens
-from lightning_mp.tokens.loss_average import LossAverage
 from lightning_mp.tokens.loss_weighting import Weighting
+
+if TYPE_CHECKING:
+    from lightning_mp.tokens.loss_items import Items, Unknown
 
 _SIGNATURE = inspect.signature(pl.LightningModule.log)
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
@@ -196,7 +199,9 @@ def run_microbatches(
     ran: list[int] = []
     outputs: list[Any] = []
     losses: list[Tensor] = []
-    counts: list[int | Tensor | None] = []
+    from lightning_mp.tokens.loss_items import read_items
+
+    readings: list[Items | Unknown] = []
     factor: Tensor | None = None
     with gradients_set_aside(parameters):
         for index, (microbatch, share) in enumerate(zip(microbatches, shares, strict=True)):
@@ -213,8 +218,7 @@ def run_microbatches(
             weight = 1.0 if batch_tokens.declared_divisor(microbatch.batch) is not None else share
             if factor is None:
                 factor = factor_of_backward(pl_module.trainer, loss)
-            averages = LossAverage.of(loss / 1)
-            counts.append(averages[0].count(loss / 1) if len(averages) == 1 else None)
+            readings.append(read_items(loss))
             losses.append(_backward(pl_module, loss, weight, factor))
             ran.append(index)
             outputs.append(_without_loss(output))
@@ -224,12 +228,25 @@ def run_microbatches(
     if factor is None:
         return None
     total = losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
-    known = [count for count in counts if count is not None]
-    averaged_over = sum(known[1:], known[0]) if len(known) == len(counts) else None
-    loss = loss_with_gradients(total, with_gradient, computed, factor, averaged_over)
+    loss = loss_with_gradients(total, with_gradient, computed, factor, _joined(readings))
     ran_share = sum(shares[index] for index in ran)
     output = merge_outputs(outputs, [microbatches[i].samples for i in ran], [shares[i] / ran_share for i in ran])
     return loss if output is None else {**output, "loss": loss}
+
+
+def _joined(readings: "Sequence[Items | Unknown]") -> "Items | Unknown":
+    """The items of a loss whose parts have these."""
+    from lightning_mp.tokens.loss_items import Items, Unknown
+
+    joined = readings[0]
+    for reading in readings[1:]:
+        if isinstance(joined, Unknown) or isinstance(reading, Unknown):
+            return joined if isinstance(joined, Unknown) else reading
+        if [mean.kind for mean in joined.means] != [mean.kind for mean in reading.means]:
+            return Unknown("parts of a micro-batch count different items")
+        pairs = zip(joined.means, reading.means, strict=True)
+        joined = Items(tuple(replace(one, total=one.total + other.total) for one, other in pairs), joined.form)
+    return joined
 
 
 def _backward(pl_module: "pl.LightningModule", loss: Tensor, weight: float, factor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, Kind, checked
 from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
 from lightning_mp.gradients.gradient_ops import sum_over_ranks_
 from lightning_mp.modules.stage_placeholder import is_pipelined
-from lightning_mp.tokens.counter import NUM_TOTALS, AccumulationTotals
+from lightning_mp.tokens.counter import LARGEST, NUM_TOTALS, AccumulationTotals
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class PartialAccumulation:
 
     def totals_of_rank(self, *, is_global_zero: bool, same_layout: bool) -> AccumulationTotals:
         """The totals that a rank continues from: rank 0 from all of them, so that their sum stays the same."""
-        totals = [*self.totals[:-1], self.totals[-1] * same_layout]
+        totals = list(self.totals)
+        totals[LARGEST] *= same_layout
         return AccumulationTotals(self.position, tuple(totals if is_global_zero else [0.0] * len(totals)))
 
 

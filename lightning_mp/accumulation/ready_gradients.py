@@ -6,7 +6,7 @@ the loss scale, hooks, ``p.grad``, DDP's reduction.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,13 +15,16 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mp.gradients import gradient_ops
 
+if TYPE_CHECKING:
+    from lightning_mp.tokens.loss_items import Items, Unknown
+
 
 def loss_with_gradients(
     loss: Tensor,
     parameters: Sequence[nn.Parameter],
     computed: list[Tensor],
     factor: Tensor,
-    averaged_over: int | Tensor | None = None,
+    items: "Items | Unknown | None" = None,
 ) -> Tensor:
     r"""The value of ``loss``, with given gradients.
 
@@ -40,7 +43,7 @@ def loss_with_gradients(
     if not computed:
         return loss.detach().clone().requires_grad_()
     result: Tensor = _ReadyGradients.apply(  # type: ignore[no-untyped-call]
-        loss.detach(), factor, computed, averaged_over, *parameters
+        loss.detach(), factor, computed, items, *parameters
     )
     return result
 
@@ -60,10 +63,10 @@ class _ReadyGradients(torch.autograd.Function):
         loss: Tensor,
         factor: Tensor,
         computed: list[Tensor],
-        averaged_over: int | Tensor | None,
+        items: "Items | Unknown | None",
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.factor, ctx.averaged_over = factor, averaged_over
+        ctx.factor, ctx.items = factor, items
         ctx.computed = [computed.pop(0) for _ in parameters]
         return loss.clone()
 

@@ -101,3 +101,16 @@ class AccumulationSettings:
                 "There are two ChinchillaBudgets; a run has one budget. Remove one of them."
             )
         self.budget = budget
+
+
+def refuse_counts_of_unseen_batches(settings: AccumulationSettings) -> None:
+    """Refuses what must count a batch before a ``training_step(dataloader_iter)`` has fetched it."""
+    known = settings.weighting
+    counts = known is not None and (known.weight_by in ("token", "sample") or known.count or known.input_count)
+    only_weighs = settings.follows_trainer or settings.schedule is not None
+    if counts or settings.needs_tokens or settings.needs_samples or (known is not None and not only_weighs):
+        raise MisconfigurationException(
+            "training_step(dataloader_iter) fetches its batches itself, so nothing can count their tokens or samples"
+            " before. Use training_step(batch, batch_idx), or only AccumulationScheduler with thresholds in epochs or"
+            " steps and weight_by='auto' or 'batch'."
+        )

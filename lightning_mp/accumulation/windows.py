@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import lightning.pytorch as pl
-import torch
 from torch import Tensor
 
 from lightning_mp.accumulation.schedule import Progress
@@ -67,6 +66,9 @@ class MicroBatch:
     ends_epoch: bool = False  # it is the last of its epoch
     another_epoch_follows: bool = False  # and that epoch is not the last of the run
     is_repeated: bool = False  # it is not of the first epoch
+    share: float = 1.0  # of the batch of the loader, if it is a part of one that did not fit
+    is_known: bool | Tensor = True  # what it weighs; a tensor where the host would have to wait for it
+    factor: float | Tensor = 1.0  # of its loss, beside Lightning's division
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Window:
     position: int = 0  # those that are over
     is_open: bool = False  # the last one left it open
     closes: bool = False  # the optimizer steps after the current micro-batch
+    is_split: bool = False  # a micro-batch of it did not fit, and runs in parts
     # of those that came to backward on this rank; None once the optimizer step has taken them
     totals: AccumulationTotals | None = None
 
@@ -85,7 +88,8 @@ class Window:
 class AccumulationState:
     """How far a run is."""
 
-    reference_items: float | None = None  # what the run's first micro-batch weighs on rank 0; None before it
+    # what factors of losses are relative to: the weight of the first micro-batch, or a later mean; None before that
+    reference_items: float | None = None
     # the data's layout in which the sizes below were measured; None before the first micro-batch
     layout: DataLayout | None = None
     # samples of the first micro-batch in that layout, over all ranks; 0 if it is not needed
@@ -167,14 +171,23 @@ def begin_micro_batch(
     return replace(state, window=replace(window, closes=closes), micro_batch=micro_batch)
 
 
-def add_micro_batch(state: AccumulationState, reference_items: float) -> AccumulationState:
+def add_micro_batch(state: AccumulationState) -> AccumulationState:
     """Backward of the current micro-batch's loss begins: it counts."""
     assert state.micro_batch is not None
     assert state.window.totals is not None
-    m, window = state.micro_batch.measure, state.window
-    totals = state.window.totals.plus(m.items, m.tokens, m.input_tokens, m.samples, m.nonpad_tokens, m.most_tokens)
-    reference = reference_items if state.reference_items is None else state.reference_items
-    return replace(state, reference_items=reference, window=replace(window, totals=totals))
+    micro_batch, window = state.micro_batch, state.window
+    m, unknown = micro_batch.measure, 1.0 - micro_batch.is_known * 1.0
+    totals = state.window.totals.plus(
+        m.items,
+        m.tokens,
+        m.input_tokens,
+        m.samples,
+        m.nonpad_tokens,
+        m.most_tokens,
+        losses=micro_batch.share,
+        unknown=unknown,
+    )
+    return replace(state, window=replace(window, totals=totals))
 
 
 def take_totals(state: AccumulationState) -> AccumulationState:
@@ -214,37 +227,7 @@ def end_at(state: AccumulationState, tokens: int) -> AccumulationState:
 
 
 def is_single_micro_batch_step(state: AccumulationState) -> bool:
-    """Whether the current micro-batch is the whole step: its loss is the mean already, and nothing is multiplied.
-
-    Multiplying and dividing again would move fp16 gradients by what its items are over those of the run's first one.
-    """
-    if state.window.planned != 1 or state.micro_batch is None:
+    """Whether the current micro-batch is the whole step: its loss is the mean already, and nothing is multiplied."""
+    if state.window.planned != 1 or state.window.is_split or state.micro_batch is None:
         return False
     return (state.layout is None or state.layout.data_ranks == 1) and state.micro_batch.measure.divisor is None
-
-
-def loss_factor(state: AccumulationState) -> float | Tensor:
-    """The factor of the current micro-batch's loss: its items over those of the run's first one."""
-    assert state.micro_batch is not None
-    assert state.reference_items is not None
-    measure = state.micro_batch.measure
-    divisor = measure.items if measure.divisor is None else measure.divisor
-    return divisor / state.reference_items
-
-
-def expected_items(state: AccumulationState, num_ranks: int) -> float:
-    """Items of the window over all ranks, if all its micro-batches were like the run's first and none were missing."""
-    assert state.reference_items is not None
-    return num_ranks * state.reference_items * state.window.planned
-
-
-def normalisation(state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
-    """By what the gradient of the window is multiplied to be the exact mean, a scalar tensor; None if that is 1."""
-    local = state.window.totals
-    assert local is not None
-    if is_single_micro_batch_step(state):
-        return None
-    expected = expected_items(state, num_ranks)
-    if num_ranks == 1 and local.device[0] is None and local.host[0] == expected:
-        return None
-    return expected / torch.where(totals[0] > 0, totals[0], 1.0)

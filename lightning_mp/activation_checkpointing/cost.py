@@ -20,6 +20,7 @@ from lightning_mp.core import private_api
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
 from lightning_mp.core.quantities import format_bytes
+from lightning_mp.core.saved_tensors import unchanged
 from lightning_mp.flops.operation_flops import operation_flops
 from lightning_mp.gradients.gradient_ops import local_shard
 
@@ -127,7 +128,7 @@ class StepCost:
         """Starts counting, before the forward."""
         # Sharded weights are gathered for the time of a module's forward; its own hooks come later than this one.
         self._in_forward.callback(register_module_forward_hook(self._after_forward).remove)
-        self._in_forward.enter_context(saved_tensors_hooks(self._saved_outside, lambda tensor: tensor))
+        self._in_forward.enter_context(saved_tensors_hooks(self._saved_outside, unchanged))
         self._in_micro_batch.enter_context(private_api.observe_dispatch(self._after_operation))
 
     def end_forward(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.core.settings_repr import NamespaceHint
+from lightning_mp.core.namespace_hint import NamespaceHint
 
 # How hidden names end: of what is being written, of what makes place for it, and of what is being deleted.
 INCOMPLETE = ".incomplete"

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 _DESCRIPTION = """\
 Convert a sharded checkpoint, the folder that FSDP2Strategy, ModelParallelStrategy or FSDPStrategy writes, to a single
@@ -14,11 +13,9 @@ example:
   lightning-mp consolidate checkpoints/last.ckpt whole.ckpt"""
 
 
-def add_consolidate_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds ``consolidate`` to the command line."""
-    parser = commands.add_parser(
-        "consolidate", help="a sharded checkpoint as a single file", description=_DESCRIPTION, epilog=_EXAMPLES
-    )
+def fill_consolidate(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of ``consolidate`` its options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument("folder", type=Path, help="the checkpoint, with meta.pt and shards in it")
     parser.add_argument("file", type=Path, help="the new file; it must not exist yet")
     parser.set_defaults(run=_run, parser=parser)

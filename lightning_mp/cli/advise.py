@@ -22,11 +22,9 @@ examples:
   lightning-mp advise --device a100 --params 7B --goal adapters --yaml"""
 
 
-def add_advise_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds ``advise`` to the command line."""
-    parser = commands.add_parser(
-        "advise", help="which precision and strategy to use, and why", description=_DESCRIPTION, epilog=_EXAMPLES
-    )
+def fill_advise(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of ``advise`` its options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument(
         "--device", metavar="NAME", help="cpu, mps or a GPU such as t4; default: the one in this machine"
     )

@@ -35,11 +35,9 @@ examples:
     350M,7B,2.93"""
 
 
-def add_fit_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds ``fit`` to the command line."""
-    parser = commands.add_parser(
-        "fit", help="fit a scaling law to your own runs", description=_DESCRIPTION, epilog=_EXAMPLES
-    )
+def fill_fit(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of ``fit`` its options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument("runs", type=Path, metavar="RUNS.CSV", help="one line per finished run")
     parser.add_argument("--flops", metavar="C", help="compute budget to plan for; default: ten times the largest run")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs and the frontier: png, pdf or svg")

@@ -4,8 +4,8 @@ import argparse
 import math
 from typing import Any
 
+from lightning_mp.core.bit_layouts import FORMATS, NumberFormat
 from lightning_mp.core.cli_text import print_json, print_table
-from lightning_mp.core.number_formats import FORMATS, NumberFormat
 
 _DESCRIPTION = """\
 Range and precision of each number format, computed from its exponent and mantissa bits (exp+man). Below the smallest
@@ -23,11 +23,9 @@ _FIGURES = (
 )
 
 
-def add_formats_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds ``formats`` to the command line."""
-    parser = commands.add_parser(
-        "formats", help="range and precision of number formats", description=_DESCRIPTION, epilog=_EXAMPLES
-    )
+def fill_formats(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of ``formats`` its options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument("--json", action="store_true", help="print JSON, with the source of each format")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -63,5 +61,5 @@ def _digits(row: NumberFormat) -> float:
 
 
 def _as_json(row: NumberFormat) -> dict[str, Any]:
-    dtype = None if row.torch_dtype is None else str(row.torch_dtype)
+    dtype = None if row.torch_name is None else f"torch.{row.torch_name}"
     return {name: getattr(row, name) for name in _FIGURES} | {"decimal_digits": _digits(row), "torch_dtype": dtype}

@@ -40,11 +40,9 @@ examples:
 _SHARDS = 8
 
 
-def add_memory_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds ``memory`` to the command line."""
-    parser = commands.add_parser(
-        "memory", help="what a training step keeps in memory", description=_DESCRIPTION, epilog=_EXAMPLES
-    )
+def fill_memory(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of ``memory`` its options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     module = parser.add_argument_group("your own module")
     module.add_argument(
         "--module", metavar="PACKAGE:FUNCTION", help="function that returns the module and one micro-batch"

@@ -54,11 +54,9 @@ _TOKENS_PER_STEP = 2**22
 _TARGETS = ("flops", "parameters", "tokens", "device_hours")
 
 
-def add_plan_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds ``plan`` to the command line."""
-    parser = commands.add_parser(
-        "plan", help="size a model, its run and its machine", description=_DESCRIPTION, epilog=_EXAMPLES
-    )
+def fill_plan(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of ``plan`` its options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     target = parser.add_argument_group("run (one of these, or two of model, tokens and compute)")
     target.add_argument("--flops", metavar="C", help="training compute")
     target.add_argument("--params", metavar="N", dest="parameters", help="model size")

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_mp.comparison.compare import compare_precisions
 from lightning_mp.comparison.precisions import PRECISION_NAMES
 from lightning_mp.comparison.result import PrecisionComparison
-from lightning_mp.core.cli_parser import OneLineParser
 from lightning_mp.core.cli_text import print_json, print_warnings, run_with_one_line_errors, terminal_columns
 from lightning_mp.core.imported_function import import_function
 from lightning_mp.core.pictures import check_picture
@@ -47,14 +46,9 @@ class DefaultModel:
     make: Callable[[argparse.Namespace], tuple[Callable[[], Any], Any, dict[str, Any]]]
 
 
-def add_compare_command(commands: "argparse._SubParsersAction[OneLineParser]", default: DefaultModel) -> None:
-    """Adds ``compare`` to the command line."""
-    parser = commands.add_parser(
-        "compare",
-        help="measure what a precision costs and how well it trains",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-    )
+def fill_compare(parser: argparse.ArgumentParser, default: DefaultModel) -> None:
+    """Gives the parser of ``compare`` its options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument(
         "--precision",
         nargs="+",

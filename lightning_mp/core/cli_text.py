@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_mp.core.messages import aligned
+from lightning_mp.core.text_columns import aligned
 
 _WIDEST = 120
 _PIPED = 80

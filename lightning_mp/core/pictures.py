@@ -22,4 +22,4 @@ def check_picture(path: Path, option: str) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it first")
     if find_spec("matplotlib") is None:
-        raise ValueError(f"{option} needs matplotlib: pip install 'lightning-mp[plots]'")
+        raise ValueError(f"{option} needs matplotlib: pip install '.[plots]'")

@@ -361,6 +361,11 @@ def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:
     return scaler._get_scale_async()
 
 
+def make_grad_scale(scaler: "GradScaler", device: torch.device) -> None:
+    """Makes the scale tensor, which torch makes with the first loss that is scaled."""
+    scaler._lazy_init_scale_growth_tracker(device)
+
+
 @contextmanager
 def loss_scale_set(scaler: "GradScaler | None", scale: float) -> Iterator[None]:
     """Has ``scaler.scale`` multiply by another number for a while."""

@@ -1,8 +1,9 @@
 """The part of the seams that is about Lightning's loops and settings: how far a run is, its limits, its samplers."""
 
 import builtins
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -288,6 +289,70 @@ def load_late_states(trainer: "pl.Trainer") -> None:
     loop._load_combined_loader_states()
     assert loop._data_fetcher is not None
     iter(loop._data_fetcher)
+
+
+def before_loader_states(trainer: "pl.Trainer", function: Callable[[], None]) -> None:
+    """Calls a function before training loaders continue from their saved states."""
+    Patches.of(trainer).around(trainer.fit_loop, "_load_combined_loader_states", before=function)
+
+
+def forget_loader_states(trainer: "pl.Trainer") -> None:
+    """Has training loaders begin anew where their states, not yet loaded, are those of this package."""
+    loop = trainer.fit_loop
+    if any(isinstance(state, dict) and "is_over" in state for state in loop._combined_loader_states_to_load):
+        loop._combined_loader_states_to_load = []
+
+
+def loaders_made_in(trainer: "pl.Trainer") -> list[int | None]:
+    """The epochs in which the training loaders and those for validation were made; None if they were not."""
+    loop, validation = trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop
+    epochs = loop._last_train_dl_reload_epoch, validation._last_val_dl_reload_epoch
+    return [None if epoch == -inf else int(epoch) for epoch in epochs]
+
+
+def make_loaders_of(trainer: "pl.Trainer", epochs: Sequence[int | None]) -> None:
+    """In a resumed run: loaders that the run before made in an earlier epoch are requested as of that epoch.
+
+    Lightning makes them in the epoch in which it resumes, and counts ``reload_dataloaders_every_n_epochs`` from there
+    (Lightning-AI/pytorch-lightning#21492, open as of Lightning 2.6).
+    """
+    loop = trainer.fit_loop
+    for part, name, epoch in (
+        (loop, "_last_train_dl_reload_epoch", epochs[0]),
+        (loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch", epochs[1]),
+    ):
+        if epoch is not None:
+            _make_first_as_of(part, name, epoch, trainer)
+
+
+def _make_first_as_of(part: Any, name: str, epoch: int, trainer: "pl.Trainer") -> None:
+    patches = Patches.of(trainer)
+    is_over = is_requested = False
+
+    def request() -> Any:
+        nonlocal is_requested
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        now = progress.completed
+        # Loaders for validation are requested once more when they are due; training loaders have a position to take.
+        is_due = part is trainer.fit_loop and 0 < vars(trainer)["reload_dataloaders_every_n_epochs"] <= now - epoch
+        if is_over or is_due:
+            return requesting.original()
+        is_requested, progress.completed = True, epoch
+        try:
+            return requesting.original()
+        finally:
+            progress.completed = now
+
+    def set_up(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_over
+        result = setting_up.original(*args, **kwargs)
+        if is_requested and not is_over:
+            setattr(part, name, epoch)
+        is_over = True
+        return result
+
+    requesting = patches.replace(part._data_source, "dataloader", request)
+    setting_up = patches.replace(part, "setup_data", set_up)
 
 
 def before_each_advance(trainer: "pl.Trainer", function: Callable[[], None]) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -24,8 +24,18 @@ class SettingsRepr:
     """
 
     def __repr__(self) -> str:
-        """Its class and its settings, as in the call that makes it."""
-        return f"{type(self).__name__}({', '.join(self._shown_settings())})"
+        """Its class and its settings, as in the call that makes it; for a Trainer that refuses it, where it belongs."""
+        from lightning_mp.core.misplaced_parts import place_hint  # of use in errors only
+
+        return f"{type(self).__name__}({', '.join(self._shown_settings())}){place_hint(self)}"
+
+    @property
+    def state_key(self) -> str:
+        """Of a callback its class; a part that is no callback is refused, and a second callback of a class."""
+        from lightning_mp.core.misplaced_parts import refuse_among_callbacks  # of use in errors only
+
+        refuse_among_callbacks(self, sys._getframe(1))
+        return type(self).__qualname__
 
     def _shown_settings(self) -> Iterator[str]:
         own = vars(self)  # not properties: they may be aliases, or need a Trainer
@@ -52,30 +62,3 @@ def _shown(value: Any) -> str:
     if inspect.isroutine(value) or inspect.isclass(value):
         return value.__qualname__
     return repr(value)
-
-
-class NamespaceHint(SettingsRepr):
-    """Shows the settings, and a hint if ``pytorch_lightning`` calls it: its errors print objects that it does not know.
-
-    >>> class Part(NamespaceHint):
-    ...     kind = "strategy"
-    >>> "import" in repr(Part())
-    False
-    """
-
-    #: What it is, for the hint.
-    kind: ClassVar[str]
-
-    def __repr__(self) -> str:
-        """Its class, and the hint."""
-        hint = namespace_hint(self.kind)
-        return f"{type(self).__name__}{hint}" if hint else super().__repr__()
-
-
-def namespace_hint(kind: str) -> str:
-    """For a ``__repr__``: which import a part needs, if ``pytorch_lightning`` calls it; "" elsewhere."""
-    asking = sys._getframe(2).f_globals.get("__name__", "")
-    if asking.partition(".")[0] != "pytorch_lightning":
-        return ""
-    use = "`import lightning.pytorch as pl`, not `import pytorch_lightning as pl`"
-    return f", a {kind} for lightning.pytorch: with it use {use}"

@@ -13,8 +13,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.comparison.cli import DefaultModel
-from lightning_mp.core.cli_parser import OneLineParser
+from lightning_mp.comparison.cli import DefaultModel, fill_compare
 from lightning_mp.core.cli_text import name_options, print_json
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.demo import prepare, run
@@ -35,11 +34,9 @@ examples:
   lightning-mp demo --text my_corpus.txt --json > summary.json"""
 
 
-def add_demo_command(commands: "argparse._SubParsersAction[OneLineParser]") -> None:
-    """Adds ``demo`` to the command line."""
-    parser = commands.add_parser(
-        "demo", help="train a small language model on real text", description=_DESCRIPTION, epilog=_EXAMPLES
-    )
+def fill_demo(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of ``demo`` its options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     groups = {
         "": parser.add_argument_group("what to train (fixed when a run is resumed)"),
         "layout": parser.add_argument_group("devices (may change when a run is resumed)"),
@@ -120,5 +117,6 @@ def _make(arguments: argparse.Namespace) -> tuple[Callable[[], Any], Any, dict[s
     return *runs, {"monitor": monitor, "trainer_options": {"gradient_clip_val": CLIP_NORM}}
 
 
-DEMO_MODEL = DefaultModel(_add_options, ("params", "text", "batch_size"), _make)
-"""What ``lightning-mp compare`` takes without ``--module``."""
+def fill_compare_with_demo(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of ``compare`` its options; without ``--module`` it takes the demo's model."""
+    fill_compare(parser, DefaultModel(_add_options, ("params", "text", "batch_size"), _make))

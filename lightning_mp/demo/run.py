@@ -31,6 +31,11 @@ from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings
 from lightning_mp.language_model import LanguageModel, TextData, generate, peak_learning_rate
 
 _SAMPLE_TOKENS = 200
+_ON_BAR = {
+    "train/loss": ("loss", ".3f"),
+    "mp/budget_fraction": ("budget", ".0%"),
+    "mp/skipped_steps": ("skipped", ".0f"),
+}
 _CHECKPOINTS = 10
 _VALIDATIONS = 12
 
@@ -95,7 +100,7 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
             ),
             stop,
             InjectOverflow(settings),
-            *([_ProgressBar(refresh_rate=5)] if on_terminal else []),
+            *([ProgressBar(refresh_rate=5)] if on_terminal else []),
         ],
         logger=loggers,
         log_every_n_steps=min(10, plan.micro_batches),
@@ -124,11 +129,20 @@ def _facts(job: Job) -> dict[str, Any]:
     }
 
 
-class _ProgressBar(TQDMProgressBar):
-    """Without the number of the run, which takes the room of a metric and is in the path of its folder."""
+class ProgressBar(TQDMProgressBar):
+    """What fits beside the bar in 80 columns, under short names."""
+
+    BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
-        return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}
+        """The loss of the last step, the share of the budget that is spent, and skipped steps from the first one on."""
+        shown = super().get_metrics(trainer, pl_module)
+        found: dict[str, str] = {}
+        for name, (short, form) in _ON_BAR.items():
+            value = shown.get(name)
+            if isinstance(value, int | float) and (value or name != "mp/skipped_steps"):
+                found[short] = format(value, form)
+        return found
 
 
 def _precision(job: Job) -> list[Any]:
@@ -217,7 +231,7 @@ def _show(job: Job, history: dict[str, Any]) -> None:
 def _is_installed(package: str, otherwise: str) -> bool:
     found = find_spec(package) is not None
     if not found:
-        say(f"{otherwise}: install {package} (pip install 'lightning-mp[plots]').")
+        say(f"{otherwise}: install {package} (pip install '.[plots]').")
     return found
 
 

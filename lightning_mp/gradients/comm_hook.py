@@ -38,7 +38,9 @@ def reduced_precision_hook(dtype: ReducedDtype) -> Hook:
     Stability of Numerical Algorithms", 2nd ed., section 3.1). ``s`` is half the smallest subnormal number, 2^-25 in
     fp16, and negligible in bf16.
 
-    With NCCL the reduction overlaps the backward pass; with gloo each bucket blocks.
+    With NCCL the reduction overlaps the backward pass; with gloo each bucket blocks. In a hand-written loop on gloo,
+    delete the ``DistributedDataParallel`` before ``dist.destroy_process_group()``: until torch 2.14 one that outlives
+    its group may hang, with any hook or none. Lightning's strategies end in the other order.
 
     16-bit gradients are reduced as they are. Works with ``gradient_as_bucket_view``, with accumulation
     (DDP calls the hook once per window) and with any precision plugin.

@@ -186,6 +186,9 @@ def check_schedule(schedule: TokenSchedule) -> TokenSchedule:
             f"TokenLearningRate(schedule={schedule!r}): it must be a WarmupStableDecay, a WarmupCosine, or a function"
             " from the fraction of the horizon that is spent to a factor of the learning rate."
         )
+    if isinstance(schedule, type):
+        name = schedule.__name__
+        raise ValueError(f"TokenLearningRate(schedule={name}): {name} is a class. Make an instance: {name}().")
     for fraction in (0.0, 0.5, 1.0):
         factor = schedule(fraction)
         if not isinstance(factor, int | float) or not 0 <= factor < math.inf:

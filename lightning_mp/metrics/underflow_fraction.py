@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_mp.core.bit_layouts import NumberFormat
 from lightning_mp.core.devices import sent_to
-from lightning_mp.core.number_formats import NumberFormat, number_format
+from lightning_mp.core.number_formats import number_format
 from lightning_mp.gradients.gradient_ops import accumulation_dtype, local_shard
 
 

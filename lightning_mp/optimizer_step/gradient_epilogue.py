@@ -36,6 +36,7 @@ class GradientEpilogue:
     grad_norm: Tensor  # two-norm of the gradient over all ranks, a scalar tensor; true once it is planned for
     found_inf: Tensor  # scalar tensor, 1.0 if the step is to be skipped
     _anyone: Tensor | None
+    _anyone_scaled: Tensor | None = None
 
     def __init__(
         self,
@@ -46,6 +47,8 @@ class GradientEpilogue:
         device: torch.device,
         in_kernel: bool = False,
         unscaled_found: Sequence[Tensor] | None = None,
+        found_inf: Sequence[Tensor] = (),
+        has_scaled: bool | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.in_kernel = in_kernel
@@ -54,6 +57,8 @@ class GradientEpilogue:
         self._device = device
         self._given_scale = scale
         self._unscaled_found = unscaled_found
+        self._found_before = (*(unscaled_found or ()), *found_inf)
+        self._has_scaled = has_scaled
         # The plan: the optimizer gets `raw * multiplier`, or `raw * factor` limited by value.
         self._factor: Tensor | None = None
         self.multiplier: Tensor | None = None
@@ -63,6 +68,11 @@ class GradientEpilogue:
     def anyone_has_gradients(self) -> bool:
         """Whether any rank has gradients, the same on all ranks. Only a rank without them waits for the device."""
         return bool(self.parameters) or (self._anyone is not None and bool(self._anyone > 0))
+
+    def anyone_has_scaled(self) -> bool:
+        """Whether any rank has scaled the loss of these gradients; only a rank that has not waits for the device."""
+        scaled = self._anyone_scaled
+        return self._has_scaled is not False or (scaled is not None and bool(scaled > 0))
 
     @property
     def shards(self) -> list[Tensor]:
@@ -80,13 +90,16 @@ class GradientEpilogue:
             totals = totals.to(self.grad_norm) if totals is not None else None
         else:
             square_sum = self._unless_found(self._ranks.square_sum(here, self._device))
-            vector = torch.stack([square_sum, torch.full_like(square_sum, float(bool(self.parameters)))])
+            had_gradients = bool(self.parameters or self._found_before)
+            flags = [had_gradients] if self._has_scaled is None else [had_gradients, self._has_scaled]
+            vector = torch.stack([square_sum, *(torch.full_like(square_sum, float(flag)) for flag in flags)])
             if totals is not None:
                 vector = torch.cat([vector, totals.to(vector)])
             gradient_ops.sum_over_ranks_(vector, self._ranks.group)
             self.grad_norm = vector[0].sqrt()
             self._anyone = vector[1]
-            totals = vector[2:] if totals is not None else None
+            self._anyone_scaled = vector[2] if self._has_scaled is not None else None
+            totals = vector[1 + len(flags) :] if totals is not None else None
         # A copy: the scaler updates its own in place before the outcome is read.
         scale = self._given_scale
         self.scale = scale.to(self._device, self.grad_norm.dtype, copy=True) if scale is not None else None
@@ -100,8 +113,8 @@ class GradientEpilogue:
         return self.scale is not None and self._unscaled_found is None
 
     def _unless_found(self, value: Tensor) -> Tensor:
-        """Non-finite gradients may have been clipped since; the step is skipped nevertheless, as by the scaler."""
-        for found in self._unscaled_found or ():
+        """Non-finite gradients may have been clipped or cleared since; the step is skipped nevertheless."""
+        for found in self._found_before:
             value = torch.where(found.to(self._device) > 0, torch.nan, value)
         return value
 
@@ -166,6 +179,19 @@ class GradientEpilogue:
         if self._factor is not None:
             bound = bound / self._factor.to(bound)
         gradient_ops.clamp_(self.shards, bound)
+
+    def clip_now(self, limit: float, *, by_value: bool) -> None:
+        """Clips true gradients in place (3 passes): whoever asks may read or change them afterwards.
+
+        Gradients that are not finite are left as they are by norm, and the step is skipped.
+        """
+        norm = self.check_again()
+        self.is_checked = False
+        if by_value:
+            self._clamp(limit)
+        else:
+            coefficient = gradient_ops.clip_coefficient(norm, limit)
+            gradient_ops.multiply_(self.shards, torch.where(self.found_inf > 0, 1.0, coefficient))
 
     def clip_scaled(self, limit: float, *, by_value: bool) -> None:
         """Clips by the size of the true gradients but leaves them scaled, for manual optimization.

@@ -20,6 +20,7 @@ from typing import Self
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
@@ -102,6 +103,10 @@ class StepReport:
         )
 
 
+#: Steps in a row without any gradient, under a loss scale, after which a warning says so.
+IDLE_STEPS = 10
+
+
 @dataclass(frozen=True)
 class _Pending:
     optimizer: Optimizer
@@ -128,6 +133,7 @@ class StepOutcomeDispatcher:
         self._profiler = private_api.profiler_of(trainer)
         self._callbacks: list[Callback] = []
         self._asking: list[Callback] = []
+        self._idle_steps = 0
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "StepOutcomeDispatcher | None":
@@ -189,6 +195,7 @@ class StepOutcomeDispatcher:
         )
         self._last_skipped = skipped = not outcome.stepped
         self.skipped_steps += skipped
+        self._warn_if_idle(outcome, pending)
         self._learning_rate.resolve(skipped=skipped)
         self._averaging.resolve(skipped=skipped)
         for callback in asking:
@@ -201,6 +208,17 @@ class StepOutcomeDispatcher:
         module_hook = getattr(self._pl_module, "on_after_optimizer_step", None)
         if module_hook is not None:
             module_hook(pending.optimizer, outcome)
+
+    def _warn_if_idle(self, outcome: StepOutcome, pending: _Pending) -> None:
+        is_idle = outcome.stepped and outcome.grad_norm == 0.0 and pending.report.loss_scale is not None
+        self._idle_steps = self._idle_steps + 1 if is_idle else 0
+        if self._idle_steps == IDLE_STEPS:
+            rank_zero_warn(
+                f"The last {IDLE_STEPS} steps of {type(pending.optimizer).__name__} had no gradient, or zeros, at loss"
+                f" scale {outcome.loss_scale:g}. Leave code out that clears or replaces non-finite gradients: such"
+                " steps are skipped until the scale has fallen far enough.",
+                category=RuntimeWarning,
+            )
 
     def _interested_callbacks(self) -> list[Callback]:
         """Callbacks that have the hook; looked for again when the Trainer's list is another."""

@@ -5,11 +5,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.modules.norms import BATCH_NORMS
 from lightning_mp.optimizers.joint import JointOptimizer
 
@@ -32,7 +34,7 @@ class EvaluatedWeights:
         start of training                                 train()   y
         validation during the fit                         eval()    x, then train() again
         a checkpoint, from any caller                     eval()    x, then train() again
-        end of the fit, also by an exception              eval()    x
+        end of the fit, also by an exception              eval()    x, or the average of WeightAveraging
 
     Switching is the optimizer's own arithmetic, which rounds. A run continues from the same bits after it has saved a
     checkpoint as one that resumes from this checkpoint.
@@ -65,6 +67,9 @@ class EvaluatedWeights:
         patches.around(module, "on_train_start", self._begin)
         patches.around(module, "on_validation_model_eval", self._to_evaluated)
         patches.around(trainer.strategy, "on_validation_end", after=self._to_trained)  # when all callbacks have saved
+        for callback in callbacks_of(trainer):  # which puts its average into the module there, before the module's hook
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                patches.around(callback, "on_train_end", self._end)
         patches.around(module, "on_train_end", self._end)
         patches.around(trainer.strategy, "teardown", self._end)  # after an exception
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from lightning_mp.core.messages import aligned
+from lightning_mp.core.text_columns import aligned
 from lightning_mp.modules.names import numbers_as_stars
 from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR, by_autocast, operations_named
 from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name

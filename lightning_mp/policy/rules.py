@@ -9,7 +9,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import nn
 
-from lightning_mp.core.number_formats import FORMATS, number_format
+from lightning_mp.core.bit_layouts import FORMATS
+from lightning_mp.core.number_formats import number_format
 from lightning_mp.modules.names import near_misses
 from lightning_mp.policy.operations import FAMILIES, KNOWN_OPERATIONS, operations_named
 

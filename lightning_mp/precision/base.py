@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
@@ -23,9 +23,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.checkpoints.former_masters import take_masters, warn_about_rounded_weights
 from lightning_mp.core import private_api
+from lightning_mp.core.bar_messages import keep_messages_off_the_bar
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
+from lightning_mp.core.namespace_hint import namespace_hint
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.settings_repr import SettingsRepr, namespace_hint
+from lightning_mp.core.run_state import RunState
+from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
@@ -37,6 +40,7 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE
 from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
 from lightning_mp.optimizers.low_bit_states import save_plain_tensors
 from lightning_mp.optimizers.matrix_blocks import refuse_unknown_blocks
@@ -49,7 +53,7 @@ from lightning_mp.precision.optimizer_states import refuse_other_optimizers
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
 _PRECISION_KEY = "lightning_mp_precision"
-_REFERENCE_ITEMS_KEY = "lightning_mp_reference_items"
+_WEIGHTS_KEY = "lightning_mp_loss_weights"
 
 
 @dataclass(eq=False)
@@ -60,12 +64,14 @@ class PluginRun:
     ends: ExitStack = field(default_factory=ExitStack)  # undoes the plugin's changes to other objects, the last first
     autocast: AutocastRun | None = None  # what forwards, backwards and steps run in; None for plugins without autocast
     dispatcher: StepOutcomeDispatcher | None = None  # reports the outcomes of steps, in a fit
+    backwards: ScaledBackwards | None = None  # those of scaled losses, where hooks or users may come between
     evaluated: EvaluatedWeights | None = None  # where schedule-free optimizers have their weights, in a fit
     optimizers: set[Optimizer] = field(default_factory=set)  # that were registered
     plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
     planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
     gradients_before_backward: GradientsBeforeBackward = field(default_factory=dict)  # of manual optimization
     stepped: Optimizer | None = None  # its gradients are freed before the next forward
+    weighs: bool = False  # micro-batches are weighed, or there is nothing to weigh
 
     @property
     def is_fit(self) -> bool:
@@ -79,7 +85,7 @@ class Carried:
 
     device_type: str | None = None  # of the last run; None before the first
     skipped_steps: int = 0  # of the fits so far
-    reference_items: float | None = None  # see `lightning_mp.accumulation.windows.AccumulationState`
+    loss_weights: dict[str, Any] | None = None  # see `AccumulationController.weights_state`
     policy_table: str = ""  # what a policy resolved to
 
 
@@ -124,18 +130,6 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.precision!r}){namespace_hint('plugin')}"
 
-    @property
-    def state_key(self) -> str:
-        """Lightning reads this of callbacks only.
-
-        Raises:
-            MisconfigurationException: names the argument for plugins.
-        """
-        raise MisconfigurationException(
-            f"{type(self).__name__} is a precision plugin and was given among the callbacks. Use"
-            " Trainer(plugins=[...])."
-        )
-
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -164,7 +158,9 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._in_run = run = self._begin_run(trainer)
         self._carry(device_type=trainer.strategy.root_device.type)
         Patches.of(trainer).at_end(self._end)
-        if self.weight_by is not None and run.is_fit:
+        keep_messages_off_the_bar(trainer)
+        run.weighs = self.weight_by is None
+        if not run.weighs and run.is_fit:
             self._weigh_micro_batches(trainer)
         return module
 
@@ -173,9 +169,23 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     def _weigh_micro_batches(self, trainer: "pl.Trainer") -> None:
         """Where several make a step: in a window of accumulation, or on ranks with different data."""
-        several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1
+        scheduler = RunState.of(trainer).callback(GradientAccumulationScheduler)
+        several = trainer.accumulate_grad_batches > 1 or num_data_ranks(trainer) > 1 or scheduler is not None
         if several and trainer.lightning_module.automatic_optimization:
+            self._run.weighs = True
             AccumulationController.weigh_by_loss(trainer)
+
+    def _weigh_from_here(self, trainer: "pl.Trainer") -> None:
+        """Accumulation begins inside of a fit: a callback has written ``trainer.accumulate_grad_batches``."""
+        module, self._run.weighs = trainer.lightning_module, True
+        if not module.automatic_optimization or AccumulationController.of(trainer) is not None:
+            return
+        controller = AccumulationController.weigh_by_loss(trainer)
+        if self._carried.loss_weights is not None:
+            controller.continue_from(self._carried.loss_weights)
+        controller.on_fit_start(trainer, module)
+        controller.on_train_start(trainer, module)
+        controller.on_train_batch_start(trainer, module, None, trainer.fit_loop.epoch_loop.batch_idx)
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -190,6 +200,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_api.forget_optimizers(self.scaler)
+                run.backwards = ScaledBackwards.of(run.trainer, self, self.scaler)
             run.ends.callback(register_optimizer_step_pre_hook(self._notice_step).remove)  # also of inner optimizers
             run.dispatcher = StepOutcomeDispatcher(run.trainer, run.trainer.lightning_module).attach(optimizers)
             run.ends.callback(self._end_reporting, run.dispatcher)
@@ -216,7 +227,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def teardown(self) -> None:
         """Undoes all changes to other objects, whatever is raised; Lightning calls it also after exceptions."""
         _explain_checkpoint(sys.exception())
-        self._note_reference_items()
+        self._note_loss_weights(settle=False)  # other ranks may have raised
         run, self._in_run = self._in_run, None
         with run.ends if run is not None else nullcontext():
             # Manual optimization updates the scale when the next batch begins, and there is none.
@@ -259,6 +270,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if run.dispatcher is not None:
             run.dispatcher.flush_before_saving(optimizer)
         self._connect_late(optimizer)
+        if run.backwards is not None:
+            run.backwards.trust(optimizer)
         if run.evaluated is not None:
             run.evaluated.join(optimizer)
 
@@ -361,7 +374,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             if self._in_run is not None and not module.automatic_optimization:
                 known, optimizers = self._in_run.gradients_before_backward, module.trainer.optimizers
                 self._in_run.gradients_before_backward = gradients_before_backward(self.scaler, optimizers, known)
-            tensor = self.scaler.scale(tensor)
+            backwards = self._in_run.backwards if self._in_run is not None else None
+            tensor = self.scaler.scale(tensor) if backwards is None else backwards.scale(self.scaler, tensor)
         return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
 
     def optimizer_step(  # type: ignore[override]
@@ -380,7 +394,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if plan.dispatcher is not None:
             # After the closure: by now the device is busy with this window's backward and the last step is long over.
             plan.dispatcher.flush_pending()
-        step = GradientStep(plan)
+        step = GradientStep(plan, has_loss=closure_result is not None or not model.automatic_optimization)
         if plan.may_evaluate:
             # In automatic optimization the closure enters the forward's context itself.
             context = nullcontext if model.automatic_optimization else self.forward_context
@@ -393,6 +407,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 self._step = outer
         if run is not None:
             run.stepped = optimizer if plan.frees_gradients else None
+            if run.backwards is not None:
+                run.backwards.forget(optimizer)
         if run is not None and run.gradients_before_backward:
             left = run.gradients_before_backward
             run.gradients_before_backward = {o: those for o, those in left.items() if o is not optimizer}
@@ -402,13 +418,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """The same for a whole fit; not made before the first step, where strategies have wrapped the model."""
         run, epilogue = self._in_run, self._epilogue_type()
         if run is None:
-            return StepPlan.of(optimizer, model, self, None, epilogue)
+            return StepPlan.of(optimizer, model, self, None, None, epilogue)
         callbacks = vars(model.trainer)["callbacks"]
         # `LearningRateFinder` trains with another list of callbacks, before the fit itself.
         if callbacks is not run.planned_for:
             run.plans, run.planned_for = {}, callbacks
         if optimizer not in run.plans:
-            run.plans[optimizer] = StepPlan.of(optimizer, model, self, run.dispatcher, epilogue)
+            run.plans[optimizer] = StepPlan.of(optimizer, model, self, run.dispatcher, run.backwards, epilogue)
         return run.plans[optimizer]
 
     def _epilogue_type(self) -> Callable[..., GradientEpilogue]:
@@ -434,6 +450,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 for parameter in group["params"]:
                     parameter.grad = None
             run.stepped = None
+        if run is not None and not run.weighs and run.trainer.accumulate_grad_batches != 1 and run.is_fit:
+            self._weigh_from_here(run.trainer)
         return context
 
     def _update_scale(self, run: PluginRun | None) -> None:
@@ -498,9 +516,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 " converted, so results differ from those of that run."
             )
         controller = AccumulationController.of(run.trainer)
-        reference = checkpoint.get(_REFERENCE_ITEMS_KEY)
-        if controller is not None and reference is not None:
-            controller.continue_from(float(reference))
+        weights = checkpoint.get(_WEIGHTS_KEY)
+        self._carry(loss_weights=weights)
+        if controller is not None and weights is not None:
+            controller.continue_from(weights)
         if run.dispatcher is not None:
             run.dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
         if self.scaler is None or type(self).__qualname__ in checkpoint:
@@ -531,18 +550,18 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._carry(skipped_steps=dispatcher.skipped_steps)
         checkpoint[_SKIPPED_STEPS_KEY] = self._carried.skipped_steps
         checkpoint[_PRECISION_KEY] = str(self.precision)
-        self._note_reference_items()
-        if self._carried.reference_items is not None:
-            checkpoint[_REFERENCE_ITEMS_KEY] = self._carried.reference_items
+        self._note_loss_weights(settle=True)
+        if self._carried.loss_weights is not None:
+            checkpoint[_WEIGHTS_KEY] = self._carried.loss_weights
         state = self.state_dict()
         if state:
             for key in _STOCK_STATE_KEYS:
                 checkpoint[key] = state
 
-    def _note_reference_items(self) -> None:
+    def _note_loss_weights(self, *, settle: bool) -> None:
         controller = AccumulationController.of(self._in_run.trainer) if self._in_run is not None else None
         if controller is not None:
-            self._carry(reference_items=controller.state.reference_items)
+            self._carry(loss_weights=controller.weights_state(settle=settle))
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without a scaler."""

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.accumulation.boundary import repeated_losses
@@ -29,6 +30,8 @@ from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards, unscaled_gradients
+from lightning_mp.tokens.counter import LOSSES
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class StepPlan:
     plugin: Precision  # clips where a module clips through Lightning's hook
     scaler: torch.amp.GradScaler | None  # the loss scaler, if there is one
     dispatcher: StepOutcomeDispatcher | None  # gets a report of each step; None outside of a fit
+    backwards: ScaledBackwards | None  # of scaled losses, where hooks or users may come between
     controller: AccumulationController | None  # normalises windows whose micro-batches are weighted
     epilogue: Callable[..., GradientEpilogue]  # creates the epilogue of a step from the loss scale
     in_kernel: bool  # the optimizer's own kernel multiplies gradients, and skips
@@ -53,6 +57,7 @@ class StepPlan:
         model: "pl.LightningModule",
         plugin: Precision,
         dispatcher: StepOutcomeDispatcher | None,
+        backwards: ScaledBackwards | None,
         epilogue_type: Callable[..., GradientEpilogue],
     ) -> Self:
         """Call it on all ranks. ``epilogue_type`` is :class:`GradientEpilogue`, or takes the same arguments."""
@@ -63,6 +68,7 @@ class StepPlan:
             plugin,
             getattr(plugin, "scaler", None),
             dispatcher,
+            backwards,
             AccumulationController.of(trainer),
             partial(epilogue_type, optimizer, ranks=gradient_replication(trainer), device=model.device),
             in_kernel=applies_grad_scale(optimizer),
@@ -79,7 +85,7 @@ class StepPlan:
         scale = private_api.grad_scaler_scale(scaler)
         if scale is None:
             # This rank has not scaled a loss yet, and others may have: all of them need the same scale.
-            scaler.scale(torch.zeros((), device=self.model.device))
+            private_api.make_grad_scale(scaler, self.model.device)
             scale = private_api.grad_scaler_scale(scaler)
         is_unscaled = private_api.has_unscaled(scaler)
         return scale, found_by_unscaling(scaler, self.optimizer, self.model) if is_unscaled else None
@@ -91,13 +97,22 @@ class GradientStep:
 
     plan: StepPlan
     epilogue: GradientEpilogue = field(init=False)  # of the gradients of the last evaluation
+    has_loss: bool = True  # the last micro-batch had one on this rank
     closure: StepClosure | None = None  # for an optimizer that may evaluate the loss itself; None for those that do not
     is_stepping: bool = False  # the optimizer's own `step` is running
+    has_no_items: Tensor | None = None  # no micro-batch of the window had a loss on any rank
     _gradients_may_have_changed: bool = False
+    _clips_last: bool = False  # Lightning's own hook clips, after which nothing looks at gradients
 
     def clip(self, limit: float, algorithm: "GradClipAlgorithmType | str") -> None:
-        """Plans to clip by the norm over all parameters and ranks, or limits every element."""
-        if algorithm == GradClipAlgorithmType.VALUE:
+        """Clips by the norm over all parameters and ranks, or limits every element.
+
+        It is only planned where nothing looks at the gradients between here and the optimizer's kernel. A module's own
+        hook may read them next, change them, or clip again.
+        """
+        if not self._clips_last:
+            self.epilogue.clip_now(limit, by_value=algorithm == GradClipAlgorithmType.VALUE)
+        elif algorithm == GradClipAlgorithmType.VALUE:
             if self._gradients_may_have_changed:
                 self.epilogue.check_again()  # the limit would turn an inf that a hook has left into a number
             self.epilogue.clip_by_value(limit)
@@ -119,15 +134,22 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     scale, unscaled_found = plan.loss_scale()
     consumers = gradient_consumers(private_api.callbacks_of(trainer), model, trainer.global_step)
     totals = controller.window_totals(model.device) if controller is not None else None
-    step.epilogue = epilogue = plan.epilogue(scale, in_kernel=in_kernel, unscaled_found=unscaled_found)
+    found_inf = plan.backwards.found_inf(plan.optimizer) if plan.backwards is not None else ()
+    has_scaled = plan.backwards.has_scaled(plan.optimizer) if plan.backwards is not None else None
+    step.epilogue = epilogue = plan.epilogue(
+        scale, in_kernel=in_kernel, unscaled_found=unscaled_found, found_inf=found_inf, has_scaled=has_scaled
+    )
     algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
     limit = trainer.gradient_clip_val if consumers == "none" and model.automatic_optimization else None
 
     # Reduce: gradients are read once; their norm and the items of the window are added over all ranks.
     totals = epilogue.reduce(totals)
+    if plan.scaler is not None and not epilogue.anyone_has_scaled() and epilogue.anyone_has_gradients():
+        raise unscaled_gradients(plan.optimizer, plan.plugin, plan.scaler.get_scale())
 
     # Decide and plan: from here on every rank knows whether the step is skipped, and the factor for its gradients.
     normalisation = controller.close_window(totals) if controller is not None else None
+    step.has_no_items = totals[LOSSES] == 0 if totals is not None and trainer.world_size > 1 else None
     by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE
     epilogue.plan(normalisation, limit if by_norm else None)
 
@@ -139,13 +161,15 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
         if plan.scaler is not None:
             private_api.set_unscaled(plan.scaler, plan.optimizer, epilogue.found_inf)
         private_api.call_before_optimizer_step_hooks(model, plan.optimizer)
+        step._clips_last = not clips_by_itself(model)
         private_api.clip_through_module(plan.plugin, model, plan.optimizer)
         if plan.scaler is not None and private_api.has_stepped(plan.scaler, plan.optimizer):
             raise RuntimeError(
                 "step() has already been called since the last update(): scaler.step was called by a hook that runs"
                 " before the optimizer's step. Leave it out; the step is taken after the hooks."
             )
-        if clips_by_itself(model) or (step._gradients_may_have_changed and not epilogue.is_checked):
+        step._clips_last = False
+        if step._gradients_may_have_changed and not epilogue.is_checked:
             epilogue.check_again()
     elif limit and not by_norm:
         epilogue.clip_by_value(limit)
@@ -158,7 +182,9 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     # An optimizer that evaluates the loss between two changes of the weights needs final gradients, not a factor.
     in_kernel = plan.in_kernel and (step.closure is None or plan.scaler is not None)
     items = _make_ready(step, in_kernel=in_kernel)
-    epilogue = step.epilogue
+    epilogue, overflow = step.epilogue, step.epilogue.found_inf
+    if step.has_no_items is not None:
+        epilogue.found_inf = torch.maximum(overflow, step.has_no_items.to(overflow))
 
     # Step or skip: the host waits for the decision, unless the optimizer's kernel takes it.
     on_device = in_kernel and not momentum_is_missing(optimizer)
@@ -178,9 +204,10 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
 
     # Report.
     if plan.dispatcher is not None:
-        report = StepReport(
-            epilogue.found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms
-        )
+        found_inf = epilogue.found_inf
+        if not step.has_loss and not epilogue.parameters and not epilogue.anyone_has_gradients():
+            found_inf = torch.ones_like(found_inf)  # there was nothing to step with
+        report = StepReport(found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms)
         plan.dispatcher.record(optimizer, report, flush_now=not on_device)
 
     # Update the scale: once per batch. In manual optimization the batch may hold more steps, so it waits for the next.
@@ -189,7 +216,8 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     if not epilogue.parameters and not epilogue.anyone_has_gradients():
         private_api.forget_optimizers(plan.scaler, [optimizer])
         return output
-    private_api.record_found_inf(plan.scaler, optimizer, epilogue.found_inf)
+    found_inf = overflow if step.has_no_items is not None else epilogue.found_inf
+    private_api.record_found_inf(plan.scaler, optimizer, found_inf)
     if plan.model.automatic_optimization:
         try:
             plan.scaler.update()
@@ -209,7 +237,9 @@ def _evaluate_again(
     """
     controller = step.plan.controller
     if controller is not None and controller.weighting is not None:
-        raise repeated_losses([step.plan.optimizer])
+        if not controller.settings.follows_trainer:
+            raise repeated_losses([step.plan.optimizer])
+        controller.weigh_equally(f"{type(step.plan.optimizer).__name__} evaluates the loss again inside of a step")
     torch.clear_autocast_cache()
     with context():
         result = closure()
@@ -225,10 +255,16 @@ def _evaluate_again(
     return result
 
 
+_HIDDEN = (
+    "none, as on_after_backward has replaced them. Where they are not finite at any scale, mask them in the loss, or"
+    " with Tensor.register_hook"
+)
+
+
 def _with_names(error: LossScaleFloorError, step: GradientStep) -> LossScaleFloorError:
     names = {id(p): name for name, p in step.plan.model.named_parameters()}
     shards = zip(step.epilogue.parameters, step.epilogue.shards, strict=True)
     bad = [names.get(id(p), "?") for p, shard in shards if not torch.isfinite(shard).all()]
     return LossScaleFloorError(
-        f"Step {step.plan.model.trainer.global_step}: {error} Non-finite gradients now: {', '.join(bad) or 'none'}."
+        f"Step {step.plan.model.trainer.global_step}: {error} Non-finite gradients now: {', '.join(bad) or _HIDDEN}."
     )

@@ -511,8 +511,9 @@ def check_memory(found: Found) -> Iterator[PreflightFinding]:
             if fits_barely
             else ": it will not fit."
         ),
-        "Use a smaller micro-batch with accumulation, ActivationCheckpointing(...), FSDP2Strategy(), or"
-        " MicroBatchOnOOM(), which halves micro-batches that do not fit.",
+        "Use a smaller micro-batch with accumulation, ActivationCheckpointing(...),"
+        f"{' FSDP2Strategy(),' if found.run.data_ranks > 1 else ''} or MicroBatchOnOOM(), which halves micro-batches"
+        " that do not fit.",
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -144,10 +145,16 @@ class TrainerInspection:
     def _refusals(self, data: FoundData) -> tuple[tuple[str, str], ...]:
         """What callbacks would refuse in the fit with this batch."""
         found = []
-        for callback in callbacks_of(self._trainer):
+        given: list[Any] = [*callbacks_of(self._trainer)]
+        for callback in given:
             if isinstance(callback, type):
                 name = callback.__name__
                 found.append((name, f"The callback {name} is a class. Make an instance: callbacks=[{name}()]"))
+                continue
+            if not isinstance(callback, Callback):
+                name = type(callback).__name__
+                belongs = "Use Trainer(callbacks=[...]) for callbacks only"
+                found.append((name, f"{name} was given among the callbacks and is none. {belongs}"))
                 continue
             check = getattr(callback, "check_setup", None)
             if check is not None:

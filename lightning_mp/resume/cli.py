@@ -30,14 +30,9 @@ examples:
 _RECORD = ".jsonl"
 
 
-def add_bits_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Adds ``bits`` to the command line."""
-    parser = commands.add_parser(
-        "bits",
-        help="what differs between two checkpoints or two recorded runs",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-    )
+def fill_bits(parser: argparse.ArgumentParser) -> None:
+    """Gives the parser of ``bits`` its options."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLES
     parser.add_argument("first", type=Path, help="a checkpoint or a .jsonl file")
     parser.add_argument("second", type=Path, help="the same from another run")
     parser.add_argument("--trust", action="store_true", help="load files with arbitrary objects, which can run code")

@@ -4,16 +4,20 @@ from collections import deque
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_api import callbacks_of
 from lightning_mp.core.run_state import RunState
+from lightning_mp.core.saved_state import Kind, checked_state
+
+_LOADERS_KEY = "lightning_mp_loaders_made_in"
 
 
 @dataclass
@@ -25,6 +29,7 @@ class _Fit:
     at_start: list[dict[str, Any]] = field(default_factory=list)  # before the present loaders were first asked
     at_end: list[dict[str, Any]] = field(default_factory=list)
     ends_with_validation: bool = False
+    is_tuning: bool = False  # a finder of learning rates or batch sizes tries them, and puts everything back
 
 
 class ResumableProgress(Callback):
@@ -56,10 +61,13 @@ class ResumableProgress(Callback):
         it                            lost the loader's state                  and the loader's state
         inside an epoch               ReduceLROnPlateau does nothing at the    it sees its metric, if that is there
                                       epoch's end
+        between the epochs in which   makes them in the epoch in which it      makes those of the epoch in which they
+        loaders are made anew         continues, and counts from there         were made
 
-    Of these, Lightning-AI/pytorch-lightning has reports of the first (#20288), of an epoch's last batch (#19617) and of
-    the sampler (#21938), open as of Lightning 2.6; the others are not reported. A test in
-    ``tests/resume/test_progress_of_lightning.py`` or ``tests/stock/test_stock_restarts.py`` fails when one is fixed.
+    Of these, Lightning-AI/pytorch-lightning has reports of the first (#20288), of an epoch's last batch (#19617), of
+    the sampler (#21938) and of loaders made anew (#21492), open as of Lightning 2.6; the others are not reported. A
+    test in ``tests/resume/test_progress_of_lightning.py`` or ``tests/stock/test_stock_restarts.py`` fails when one is
+    fixed.
 
     The loader's state is copied before each fetch if it has no length, or if checkpoints are written on exceptions. All
     ranks are given the state that rank 0 saved, as in Lightning.
@@ -100,8 +108,40 @@ class ResumableProgress(Callback):
             if fit.before_fetches:
                 fit.before_fetches = deque([states], maxlen=2)
 
-        patch = Patches.of(trainer).replace(trainer.strategy, "process_dataloader", process)
+        patches = Patches.of(trainer)
+        for callback in callbacks_of(trainer):
+            for kind, name in ((LearningRateFinder, "lr_find"), (BatchSizeFinder, "scale_batch_size")):
+                if isinstance(callback, kind):
+                    patches.around(
+                        callback, name, partial(self._tune, trainer, True), partial(self._tune, trainer, False)
+                    )
+        private_loop_api.before_loader_states(trainer, partial(self._forget_loader_states, trainer))
+        patch = patches.replace(trainer.strategy, "process_dataloader", process)
         private_loop_api.before_first_fetch(trainer, begin)
+
+    @property
+    def is_tuning(self) -> bool:
+        """Whether a checkpoint is a finder's of learning rates or batch sizes, to put everything back in this run."""
+        return self._fit.is_tuning
+
+    def _tune(self, trainer: "pl.Trainer", is_tuning: bool) -> None:
+        self._forget_loader_states(trainer)
+        self._fit.is_tuning = is_tuning
+
+    def _forget_loader_states(self, trainer: "pl.Trainer") -> None:
+        """A finder's trials have loaders of their own, and those afterwards begin anew, as in Lightning."""
+        if self.is_tuning:
+            private_loop_api.forget_loader_states(trainer)
+
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Has loaders made of the epoch in which they were made."""
+        made_in = checkpoint.get(_LOADERS_KEY)
+        if trainer.state.fn == TrainerFn.FITTING and made_in is not None and not self.is_tuning:
+            kind = Kind("two epochs", lambda value: isinstance(value, list) and len(value) == 2)
+            made_in = checked_state({"epochs": made_in}, {"epochs": kind}, "the loaders")["epochs"]
+            private_loop_api.make_loaders_of(trainer, made_in)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends the batch and the epoch that a checkpoint was written after."""
@@ -132,6 +172,9 @@ class ResumableProgress(Callback):
         if progress is None:
             return
         fit = self._fit
+        if fit.is_tuning:
+            return
+        checkpoint[_LOADERS_KEY] = private_loop_api.loaders_made_in(trainer)
         skip_started_epoch(progress)
         reopen_epoch(progress, num_batches=trainer.num_training_batches)
         fetched = batches_to_do_again(trainer, progress)

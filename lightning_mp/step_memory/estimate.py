@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.messages import aligned
 from lightning_mp.core.pictures import check_picture_ending
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.core.quantities import format_bytes
+from lightning_mp.core.text_columns import aligned
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 from lightning_mp.policy.operations import FAMILIES, operation_of_module

@@ -1,7 +1,7 @@
 """Where a token budget ends: which micro-batch is the last, and how many of its tokens still count. Pure functions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -140,7 +140,10 @@ class BudgetLimiter:
         if kept == counts[self._data_rank]:
             return measure, landing.is_last
         self._undo_trim = self._trim(budget, batch, kept)
-        return self._weighting.measure(batch), landing.is_last
+        trimmed = self._weighting.measure(batch)
+        if trimmed.input_tokens == measure.input_tokens:  # tokens without a label now are no padding
+            trimmed = replace(trimmed, nonpad_tokens=measure.nonpad_tokens)
+        return trimmed, landing.is_last
 
     def restore_labels(self) -> None:
         """Puts the labels back into a trimmed batch: the data set may hold the very same container."""

@@ -16,7 +16,9 @@ from lightning_mp.gradients.gradient_ops import accumulation_dtype
 _PARTS = ("skipped_tokens", "repeated_tokens", "last_window_tokens")
 
 #: Length of the vector that a window adds over all ranks, see :meth:`AccumulationTotals.tensor`.
-NUM_TOTALS = 6
+NUM_TOTALS = 8
+#: In that vector: what micro-batches weigh, how many had a loss, and how many of these losses were unknown.
+ITEMS, LARGEST, LOSSES, UNKNOWN = 0, 5, 6, 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,25 +41,33 @@ class AccumulationTotals:
         samples: int = 0,
         nonpad_tokens: float | Tensor = 0,
         most_tokens: int | None = None,
+        *,
+        losses: float = 1.0,
+        unknown: float | Tensor = 0.0,
     ) -> "AccumulationTotals":
         """The totals with one more micro-batch that was trained on; None for as many as there are in the inputs."""
         host, device = list(self.host), list(self.device)
-        for index, number in enumerate((items, tokens, input_tokens, samples, nonpad_tokens)):
+        for index, number in enumerate((items, tokens, input_tokens, samples, nonpad_tokens, 0, losses, unknown)):
             if isinstance(number, Tensor):
                 sum_before = device[index]
                 device[index] = number if sum_before is None else sum_before + number
             else:
                 host[index] += number
-        host[5] = max(host[5], input_tokens if most_tokens is None else most_tokens)
+        host[LARGEST] = max(host[LARGEST], input_tokens if most_tokens is None else most_tokens)
         return AccumulationTotals(self.micro_batches + 1, tuple(host), tuple(device))
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Items; target, input tokens; samples; non-pad tokens; largest micro-batch; shape ``[6]``.
+        """Items; target, input tokens; samples; non-pad tokens; largest micro-batch; losses, unknown ones; ``[8]``.
 
-        Summed over ranks, the last one bounds the largest micro-batch over all ranks from above.
+        Summed over ranks, the sixth bounds the largest micro-batch over all ranks from above.
         """
         dtype = accumulation_dtype(device)
         return torch.stack([self._entry(index, device, dtype) for index in range(NUM_TOTALS)])
+
+    def number(self, index: int) -> float | Tensor:
+        """One entry, of which a part may be on the device."""
+        counted = self.device[index]
+        return self.host[index] if counted is None else self.host[index] + counted
 
     def tokens(self, device: torch.device) -> Tensor:
         """The target tokens, a scalar tensor on ``device``."""
@@ -95,6 +105,9 @@ class TokenCounter:
 
     def __post_init__(self) -> None:
         self._unread: deque[_Unread] = deque()
+        #: Non-pad tokens of skipped steps since this object was made; a checkpoint holds none of it.
+        self.skipped_nonpad_tokens = 0
+        self._last_window_nonpad_tokens = 0
 
     @property
     def unread_micro_batches(self) -> int:
@@ -111,10 +124,12 @@ class TokenCounter:
         """Samples of all windows but the one closed last."""
         return self.samples if self._unread else self.samples - self.last_window_samples
 
-    def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> None:
+    def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> HostCopy:
         """Takes the totals of a window, already summed over all ranks, and reads those of the windows before."""
         self.flush_pending()
-        self._unread.append(_Unread(HostCopy(totals), micro_batches, repeated))
+        copy = HostCopy(totals)
+        self._unread.append(_Unread(copy, micro_batches, repeated))
+        return copy
 
     def skip_last_window(self) -> None:
         """The optimizer step of the window that was closed last turned out to be skipped."""
@@ -122,18 +137,21 @@ class TokenCounter:
             self._unread[-1].skipped = True
         else:
             self.skipped_tokens += self.last_window_tokens
+            self.skipped_nonpad_tokens += self._last_window_nonpad_tokens
 
     def flush_pending(self) -> None:
         """Reads everything that is still on its way."""
         while self._unread:
             window = self._unread.popleft()
-            _, tokens, input_tokens, samples, nonpad, largest = map(round, window.totals.read())
+            _, tokens, input_tokens, samples, nonpad, largest = map(round, window.totals.read()[: LARGEST + 1])
             self.last_window_tokens, self.last_window_samples = tokens, samples
             self.tokens += tokens
             self.input_tokens += input_tokens
             self.nonpad_tokens += nonpad
             self.samples += samples
             self.skipped_tokens += tokens * window.skipped
+            self.skipped_nonpad_tokens += nonpad * window.skipped
+            self._last_window_nonpad_tokens = nonpad
             self.repeated_tokens += tokens * window.repeated
             self.windows += 1
             self.largest_micro_batch = max(self.largest_micro_batch, largest)
@@ -175,11 +193,10 @@ class TokenCounterDelta:
 
 
 class TokenCounterDeltas:
-    """Looks at a counter again and again. The counter counts skipped tokens by their labels; here they count whole."""
+    """Looks at a counter again and again. A budget counts skipped tokens by their labels; here they count whole."""
 
     def __init__(self, counter: TokenCounter) -> None:
         self._counter = counter
-        self._last_nonpad_tokens = 0
         self._seen = self._look()
 
     @property
@@ -190,15 +207,9 @@ class TokenCounterDeltas:
     def take(self) -> TokenCounterDelta:
         """What is new; from now on it is old."""
         before, self._seen = self._seen, self._look()
-        windows, tokens, skipped_tokens, input_tokens, nonpad_tokens = map(sub, self._seen, before)
-        if windows:
-            self._last_nonpad_tokens = nonpad_tokens
-            wasted_tokens = round(nonpad_tokens * skipped_tokens / tokens) if tokens else 0
-        else:
-            # A fused step: its tokens were read before its outcome.
-            wasted_tokens = self._last_nonpad_tokens if skipped_tokens else 0
-        return TokenCounterDelta(windows, input_tokens, nonpad_tokens, nonpad_tokens - wasted_tokens)
+        windows, input_tokens, nonpad_tokens, skipped_tokens = map(sub, self._seen, before)
+        return TokenCounterDelta(windows, input_tokens, nonpad_tokens, nonpad_tokens - skipped_tokens)
 
-    def _look(self) -> tuple[int, int, int, int, int]:
+    def _look(self) -> tuple[int, int, int, int]:
         counter = self._counter
-        return counter.windows, counter.tokens, counter.skipped_tokens, counter.input_tokens, counter.nonpad_tokens
+        return counter.windows, counter.input_tokens, counter.nonpad_tokens, counter.skipped_nonpad_tokens

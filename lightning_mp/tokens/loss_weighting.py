@@ -1,5 +1,6 @@
 """What a micro-batch weighs in the mean of its window: itself, its samples or its tokens."""
 
+import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -21,13 +22,14 @@ CountFunction = Callable[[Any], int] | Callable[[Any], Tensor] | Callable[[Any],
 class Measure:
     """One micro-batch on this rank."""
 
-    items: int | Tensor  # what it weighs
+    items: float | Tensor  # what it weighs
     tokens: int | Tensor  # its target tokens; 0 if they are not counted
     input_tokens: int  # tokens in the inputs, padding included
     most_tokens: int  # an upper bound for `tokens` that the host knows from the shape
     samples: int = 0  # its samples; 0 if they are not counted
-    divisor: int | Tensor | None = None  # what its loss was divided by, if that is not `items`
+    divisor: float | Tensor | None = None  # what its loss was divided by, if that is not `items`
     nonpad_tokens: int | Tensor = 0  # tokens that an attention mask does not hide; 0 if tokens are not counted
+    wrong_count: str = ""  # what a user's function returned instead of a count; then `items` is 0
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,18 @@ class Weighting:
             raise ValueError(f"count={self.count!r} must be a function from a batch to its number of tokens.")
 
     def resolved(
-        self, first_batch: Any, *, shifted: bool, needs_tokens: bool = False, needs_samples: bool = False
+        self,
+        first_batch: Any,
+        *,
+        shifted: bool,
+        needs_tokens: bool = False,
+        needs_samples: bool = False,
+        by_loss: bool = False,
     ) -> "Weighting":
-        """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused."""
+        """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused.
+
+        With ``by_loss`` losses show what micro-batches weigh, and batches are only counted.
+        """
         has_tokens = self.has_tokens(first_batch)
         if not has_tokens and (needs_tokens or self.weight_by == "token"):
             raise MisconfigurationException(
@@ -59,7 +70,7 @@ class Weighting:
                 " batch[1] must be an integer tensor of two dimensions or more. Or pass count=, a function from a"
                 " batch to its tokens (ChinchillaBudget: with landing='ceil')."
             )
-        weight_by = self.weight_by
+        weight_by = None if by_loss else self.weight_by
         if weight_by == "auto":
             weight_by = "token" if has_tokens else "sample"
         return replace(
@@ -77,7 +88,13 @@ class Weighting:
     def measure(self, batch: Any) -> Measure:
         """Counts one micro-batch without waiting for the device."""
         counted = None if self.input_count is None else _counted(self.input_count, batch)
-        tokens, most_tokens = self._tokens(batch, counted) if self.counts_tokens else (0, 0)
+        wrong_count = ""
+        try:
+            tokens, most_tokens = self._tokens(batch, counted) if self.counts_tokens else (0, 0)
+        except WrongCount as error:
+            if not self.count_weighs:
+                raise
+            tokens, most_tokens, wrong_count = 0, 0, str(error)
         samples = batch_tokens.count_samples(batch) if self.counts_samples else 0
         nonpad_tokens = batch_tokens.nonpad_tokens(batch) if self.counts_tokens else 0
         divisor = batch_tokens.declared_divisor(batch)
@@ -90,7 +107,7 @@ class Weighting:
                 nonpad_tokens = nonpad_tokens.clamp(max=input_tokens)  # a mask hides tokens, not what else is counted
         items = {"token": target_tokens, "sample": samples, "batch": 1, None: 1}[self.weight_by]
         nonpad_tokens = input_tokens if nonpad_tokens is None else nonpad_tokens
-        return Measure(items, tokens, input_tokens, most_tokens, samples, divisor, nonpad_tokens)
+        return Measure(items, tokens, input_tokens, most_tokens, samples, divisor, nonpad_tokens, wrong_count)
 
     def inputs_are_counted(self, batch: Any) -> bool:
         """Whether a function says how many tokens are in the inputs: a monitor's, or where nothing else shows them."""
@@ -137,6 +154,24 @@ class Weighting:
 
 
 def _counted(count: CountFunction, batch: Any) -> tuple[int | Tensor, int]:
-    """What a function counts, and an upper bound for it that does not wait for the device where labels give one."""
-    counted, labels = count(batch), batch_tokens.find_labels(batch)
-    return counted, labels.numel() if labels is not None and isinstance(counted, Tensor) else int(counted)
+    """What a function counts, and an upper bound for it that does not wait for the device where labels give one.
+
+    Raises:
+        WrongCount: if it is no count.
+    """
+    counted: Any = count(batch)
+    if isinstance(counted, Tensor):
+        if counted.numel() != 1:
+            raise WrongCount(f"count= returned a tensor of shape {list(counted.shape)}, which is no count")
+        if counted.device.type == "cpu":
+            counted = counted.reshape(1).tolist()[0]
+    if not isinstance(counted, Tensor):
+        if not isinstance(counted, int | float) or not 0 <= counted < math.inf:
+            raise WrongCount(f"count= returned {counted!r}, which is no count")
+        return int(counted), int(counted)
+    labels = batch_tokens.find_labels(batch)
+    return counted, labels.numel() if labels is not None else int(counted)
+
+
+class WrongCount(ValueError):
+    """A user's function returned something that is no count."""

@@ -3,7 +3,7 @@
 When: your project uses `LightningCLI`. The Python code does not change: the parts are entries in config.yaml, and every
 argument can be overridden on the command line.
 
-    pip install "lightning-mp[cli]"
+    pip install ".[cli]"
     cd recipes/lightning_cli
     python train.py fit --config config.yaml
     python train.py fit --config config.yaml --trainer.max_epochs 4 --trainer.plugins.init_args.precision bf16-mixed

@@ -473,7 +473,7 @@ def test_spoilt_state_is_refused_before_anything_is_changed(
 @pytest.mark.parametrize(
     ("message", "spoil"),
     [
-        ("'totals' is [1.0]; it must be a list of 6 times", lambda p: p.update(totals=[1.0])),
+        ("'totals' is [1.0]; it must be a list of 8 times", lambda p: p.update(totals=[1.0])),
         ("it has no 'loss_scale'", lambda p: p.pop("loss_scale")),
         (
             "'head.bias' is a tensor of shape [3] and float32",

@@ -1,6 +1,8 @@
 """Micro-batches weigh what their loss averages over, under a plugin alone and with AccumulationScheduler."""
 
+import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,8 +11,9 @@ import torch
 from gloo import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import ResumableLoader, TokenModel, fit, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,28 +22,29 @@ from lightning_mp import (
     AccumulationScheduler,
     AutocastPrecision,
     ChinchillaBudget,
+    LossScaler,
     MFUMonitor,
     MicroBatchOnOOM,
+    OverflowMonitor,
     TF32Precision,
     TokenLearningRate,
 )
-from lightning_mp.tokens.loss_average import LossAverage
 
 Loss = Callable[[nn.Module, Any], Tensor]
 CLASSES = torch.tensor([0.2, 1.0, 3.0])
 
 
 class OneLoss(pl.LightningModule):
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, loss: Loss, lr: float = 0.5) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.loss = nn.Linear(4, 3), loss
+        self.net, self.loss, self.lr = nn.Linear(4, 3), loss, lr
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(self.net, batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.5)
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def labelled(counts: tuple[int, ...], ignored: int = -100) -> list[list[Tensor]]:
@@ -83,7 +87,7 @@ LOSSES: dict[str, Loss] = {
         / (b[1] >= 0).sum()
     ),
     "masked sum, halved": lambda net, b: (
-        F.cross_entropy(in_fp32(net, b[0]), b[1], reduction="sum") / 2 / (b[1] >= 0).float().sum()
+        F.cross_entropy(in_fp32(net, b[0]), b[1], reduction="sum") / (b[1] >= 0).float().sum() / 2
     ),
     "negative divisor": lambda net, b: (
         F.nll_loss(-F.log_softmax(in_fp32(net, b[0]), -1), b[1], reduction="sum") / -(b[1] >= 0).sum()
@@ -113,16 +117,6 @@ def test_a_window_has_the_gradient_of_one_batch(name: str, counts: tuple[int, ..
     torch.testing.assert_close(fitted(LOSSES[name], batches, AccumulationScheduler({0: 3})), whole)
     # A window that the epoch ends early.
     torch.testing.assert_close(fitted(LOSSES[name], batches, accumulate_grad_batches=5), whole)
-
-
-def test_only_a_cross_entropy_is_read_of_a_division_by_torch_itself() -> None:
-    x = torch.ones(6, 3, requires_grad=True)
-    of_probabilities = F.cross_entropy(x, torch.full((6, 3), 1 / 3))
-    halved = torch.ops.aten.div.Scalar(x.square().mean(), 2)
-    assert {type(loss.grad_fn).__name__ for loss in (of_probabilities, halved)} == {"DivBackward1"}
-    for loss, count in ((of_probabilities, 6), (halved, 18)):
-        (average,) = LossAverage.of(loss / 4)
-        assert average.count(loss / 4) == count
 
 
 @pytest.mark.parametrize("ignored", [255, 250, -1])
@@ -238,8 +232,8 @@ def test_ranks_with_unequal_counts_have_the_gradient_of_one_batch(name: str) -> 
         torch.testing.assert_close(found, whole)
 
 
-def test_ranks_agree_where_one_does_not_show_its_number() -> None:
-    """A rank whose first batch has no label takes another loss: nobody weighs, and ranks stay equal."""
+def test_a_rank_whose_first_batch_has_no_label_weighs_nothing_there() -> None:
+    """It returns a zero loss, as DDP needs one on every rank."""
     batches = labelled((0, 8, 4, 2))
 
     def loss(net: nn.Module, batch: Any) -> Tensor:
@@ -250,8 +244,9 @@ def test_ranks_agree_where_one_does_not_show_its_number() -> None:
     def on_rank(rank: int) -> list[Tensor]:
         return fitted(loss, batches[rank::2], devices=2, strategy=DDPStrategy(process_group_backend="gloo"))
 
-    first, second = run_ranks(on_rank, 2)
-    assert all(map(torch.equal, first, second))
+    whole = fitted(LOSSES["classes"], [joined(batches[:2]), joined(batches[2:])])
+    for found in run_ranks(on_rank, 2):
+        torch.testing.assert_close(found, whole)
 
 
 def checkpoint(folder: Any) -> ModelCheckpoint:
@@ -279,7 +274,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Any) -> None:
     module = OneLoss(LOSSES["classes"])
     first.fit(module, ResumableLoader(batches))
     saved = torch.load(tmp_path / "step=1.ckpt", weights_only=True)
-    assert saved["lightning_mp_reference_items"] == 1
+    assert saved["lightning_mp_loss_weights"]["losses"]["totals"] == [1.0]
     assert not any("Accumulation" in key for key in saved["callbacks"])
     assert not all(map(torch.equal, whole, weights(module)))
     module = OneLoss(LOSSES["classes"])
@@ -323,8 +318,9 @@ def test_means_over_different_numbers_are_reported() -> None:
         logits = in_fp32(net, batch[0])
         return F.cross_entropy(logits, batch[1]) + F.cross_entropy(logits[:2], batch[1][:2])
 
-    with pytest.warns(UserWarning, match="adds means over 5 and 2 items"):
-        fitted(loss, labelled((5, 3)), accumulate_grad_batches=2)
+    for _ in range(2):  # also in the second fit of a process
+        with pytest.warns(UserWarning, match="adds means over 3 and 2 items, and the first loss over 5 and 2"):
+            fitted(loss, labelled((5, 3)), accumulate_grad_batches=2)
 
 
 def test_a_loss_that_shows_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -334,15 +330,199 @@ def test_a_loss_that_shows_nothing_is_reported(caplog: pytest.LogCaptureFixture)
     with caplog.at_level("INFO"):
         fitted(loss, labelled((5, 3)), accumulate_grad_batches=2)
     assert (
-        "weigh the same, because the loss does not show what it averages over (it is a sum, or compiled)" in caplog.text
+        "micro-batches have equal weights from here on, as in Lightning, because the items of a loss are unknown: it is"
+        " a sum that nothing divides. To weight them" in caplog.text
     )
 
 
-def test_auxiliary_means_over_elements_do_not_count() -> None:
-    logits, labels = torch.zeros(4, 3, requires_grad=True), torch.tensor([0, 1, 2, -100])
-    both = F.cross_entropy(logits, labels) + F.cross_entropy(logits[:2], labels[:2])
-    assert [int(average.count(both) or 0) for average in LossAverage.of(both)] == [3, 2]
-    assert len(LossAverage.of(F.cross_entropy(logits, labels) + 0.1 * logits.square().mean())) == 1
+class Closure(torch.optim.SGD):
+    """As schedule-free optimizers, Prodigy or Adafactor of transformers are written."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return super().step(closure)
+
+
+class Again(torch.optim.SGD):
+    """Evaluates the loss twice."""
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        loss = closure()
+        closure()
+        super().step()
+        return loss
+
+
+class Sets(Callback):
+    """Writes the number of micro-batches; Lightning reads it for each of them."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self._set)
+
+    def _set(self, trainer: "pl.Trainer", *args: Any) -> None:
+        trainer.accumulate_grad_batches = 3
+
+
+DRIVERS: dict[str, tuple[Callable[[], list[Callback]], dict[str, Any]]] = {
+    "Trainer": (list, {"accumulate_grad_batches": 3}),
+    "scheduler": (lambda: [AccumulationScheduler({0: 3})], {}),
+    "stock scheduler": (lambda: [GradientAccumulationScheduler({0: 3})], {}),
+    "on_train_start": (lambda: [Sets("on_train_start")], {}),
+    "on_train_epoch_start": (lambda: [Sets("on_train_epoch_start")], {}),
+    "on_train_batch_start": (lambda: [Sets("on_train_batch_start")], {}),
+}
+
+
+class Driven(OneLoss):
+    def __init__(self, loss: Loss, kind: Callable[..., torch.optim.Optimizer]) -> None:
+        super().__init__(loss)
+        self.kind = kind
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.kind(self.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, Closure])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_whoever_sets_the_number_and_whatever_steps(driver: str, optimizer: Any) -> None:
+    callbacks, arguments = DRIVERS[driver]
+    batches = labelled((1, 8, 4, 2))  # the last window is short
+    module = Driven(LOSSES["classes"], optimizer)
+    fit(module, batches, *callbacks(), plugin=AutocastPrecision("bf16-mixed"), **arguments)
+    whole = fitted(LOSSES["classes"], [joined(batches[:3]), batches[3]])
+    torch.testing.assert_close(weights(module), whole)
+
+
+class Surgery(OneLoss):
+    """Writes the gradient of its own loss."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (self.loss(self.net, self.batch) / 2).backward()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batch = batch
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("arguments", [{"weight_by": "auto"}, {"count": lambda batch: 3}, None])
+def test_a_module_that_writes_gradients_itself_has_lightnings_arithmetic(
+    arguments: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches, trained = labelled((1, 8)), []
+    callbacks, accumulation = ([], {"accumulate_grad_batches": 2}) if arguments is None else ([True], {})
+    for ours in (True, False):
+        module = Surgery(LOSSES["classes"])
+        if not ours:
+            fit(module, batches, precision="bf16-mixed", accumulate_grad_batches=2)
+        else:
+            scheduler = [AccumulationScheduler({0: 2}, **arguments) for _ in callbacks]
+            with caplog.at_level("INFO"):
+                fit(module, batches, *scheduler, plugin=AutocastPrecision("bf16-mixed"), **accumulation)
+            assert "the items of a loss are unknown: Surgery.backward may write gradients" in caplog.text
+        trained.append(weights(module))
+    assert all(map(torch.equal, *trained))
+
+
+class Auxiliary(OneLoss):
+    """Runs the backward of another loss itself."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2:
+            (self.net(batch[0]).float().square().sum() / 2).backward()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_training_step_that_runs_a_backward_ends_the_weights() -> None:
+    """The line comes in the first window; the second one has Lightning's arithmetic."""
+    batches, gradients = labelled((1, 8, 2, 5)), []
+    for arguments in ({"plugin": AutocastPrecision("bf16-mixed")}, {"precision": "bf16-mixed"}):
+        module, seen = Auxiliary(LOSSES["classes"], lr=0.0), []
+        module.on_before_optimizer_step = lambda _, m=module, s=seen: s.append([p.grad.clone() for p in m.parameters()])
+        warned = pytest.warns(UserWarning, match="equal weights.*: training_step writes gradients itself")
+        with warned if "plugin" in arguments else nullcontext():
+            fit(module, batches, accumulate_grad_batches=2, **arguments)
+        gradients.append(seen[1])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_an_optimizer_that_evaluates_again_has_equal_weights(caplog: pytest.LogCaptureFixture) -> None:
+    batches, trained = labelled((1, 8)), []
+    for ours in (True, False):
+        module = Driven(LOSSES["classes"], Again)
+        if not ours:
+            fit(module, batches, precision="bf16-mixed", accumulate_grad_batches=2)
+        else:
+            with caplog.at_level("INFO"):
+                fit(module, batches, plugin=AutocastPrecision("bf16-mixed"), accumulate_grad_batches=2)
+            assert "are unknown: Again evaluates the loss again inside of a step" in caplog.text
+        trained.append(weights(module))
+    assert all(map(torch.equal, *trained))
+
+
+@pytest.mark.parametrize("bad", [-3, math.nan, None, torch.tensor(-1), torch.tensor(math.inf), torch.ones(2)])
+def test_a_count_that_is_none_ends_the_weights_and_nothing_else(bad: Any) -> None:
+    numbers = iter([3, bad, 2, 2])
+    with pytest.warns(UserWarning, match=r"equal weights.*: count= returned .*, which is no count"):
+        fitted(
+            LOSSES["mean of a vector"],
+            [[x, y] for x, y in labelled((8, 8, 8, 8))],
+            AccumulationScheduler({0: 2}, count=lambda batch: next(numbers)),
+        )
+
+
+@pytest.mark.parametrize("first", [1, 1000])
+def test_a_first_micro_batch_unlike_the_others_skips_no_step(first: int) -> None:
+    """Loss factors stay near 1, which fp16 holds."""
+
+    def batch(labels: int) -> list[Tensor]:
+        y = torch.full((1024,), -100)
+        y[:labels] = 1
+        return [torch.randn(1024, 4), y]
+
+    batches = [batch(first), *(batch(n) for n in (400, 1024, 700, 512, 900))]
+    module, monitor = OneLoss(LOSSES["classes"]), OverflowMonitor()
+    scaler = LossScaler(init_scale=2.0**15)
+    fit(module, batches, monitor, plugin=AutocastPrecision("16-mixed", scaler=scaler), accumulate_grad_batches=2)
+    assert monitor.skipped_steps == 0
+
+
+class Fetching(OneLoss):
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, *_ = next(dataloader_iter)
+        return self.loss(self.net, batch)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter`")
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize("driver", ["Trainer", "scheduler", "stock scheduler"])
+def test_a_step_that_fetches_its_batches_has_the_same_weights(driver: str, sized: bool) -> None:
+    callbacks, arguments = DRIVERS[driver]
+    batches = labelled((1, 8, 4, 2, 5, 3))
+    module = Fetching(LOSSES["classes"])
+    data: Any = batches if sized else Stream(batches)
+    fit(module, data, *callbacks(), plugin=AutocastPrecision("bf16-mixed"), **arguments)
+    whole = fitted(LOSSES["classes"], [joined(batches[:3]), joined(batches[3:])])
+    torch.testing.assert_close(weights(module), whole)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter`")
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget")
+@pytest.mark.parametrize("name", ["budget", "monitor", "weight"])
+def test_a_step_that_fetches_its_batches_cannot_be_counted(name: str) -> None:
+    callback = AccumulationScheduler({0: 2}, weight_by="token") if name == "weight" else COUNTERS[name]()
+    with pytest.raises(
+        MisconfigurationException, match="fetches its batches itself, so nothing can count their tokens"
+    ):
+        fit(Fetching(LOSSES["classes"]), labelled((1, 8)), callback, plugin=AutocastPrecision("bf16-mixed"))
 
 
 def test_another_choice_is_refused() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from small_models import Regression, fit, regression_batches, sgd
 
 from lightning_mp import AccumulationScheduler
+from lightning_mp.accumulation import window_weights
 from lightning_mp.accumulation import windows as transitions
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.schedule import Progress, Thresholds
@@ -139,8 +140,11 @@ class Run:
         )
         self._window.append(tokens)
         if tokens:
-            self.state = transitions.add_micro_batch(self.state, reference_items=tokens)
-            factor = transitions.loss_factor(self.state)
+            if self.state.reference_items is None:
+                self.state = replace(self.state, reference_items=float(tokens))
+            self.state = transitions.add_micro_batch(window_weights.weigh_micro_batch(self.state, tokens, True))
+            assert self.state.micro_batch is not None
+            factor = self.state.micro_batch.factor
             assert isinstance(factor, float)
             self._factors.append(factor)
         if self.state.window.closes:
@@ -155,7 +159,7 @@ class Run:
         self.state = transitions.take_totals(self.state)
         if self._factors:
             # Lightning divides each loss by the planned length.
-            mean = transitions.expected_items(self.state, num_ranks=1) / totals.host[0] / self.state.window.planned
+            mean = window_weights.expected_items(self.state, num_ranks=1) / totals.host[0] / self.state.window.planned
             self.weights.append([factor * mean for factor in self._factors])
         self.steps.append(self._window)
         self._window, self._factors = [], []
@@ -260,7 +264,7 @@ def test_ranks_that_share_their_data_count_it_once(monkeypatch: pytest.MonkeyPat
     totals = AccumulationTotals().plus(10, 10, 16, 2)
     controller.state = replace(controller.state, layout=DataLayout(2, None), window=Window(totals=totals))
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
     controller.close_window(4 * totals.tensor(torch.device("cpu")))
     controller.counter.flush_pending()
     assert (controller.counter.tokens, controller.counter.input_tokens, controller.counter.samples) == (20, 32, 4)

@@ -126,7 +126,7 @@ class Stopwatch:
 
 @dataclass
 class TrainingRunner:
-    """A model that is trained segment by segment; between segments it waits on the CPU."""
+    """A model that is trained segment by segment; between segments it waits on the device if others fit beside it."""
 
     workload: Workload
     precision: str
@@ -147,13 +147,16 @@ class TrainingRunner:
 
     def measure(self) -> Measurement:
         device = self.workload.device
-        allocated_before = free_device(device)
+        own = sum(p.nbytes for p in self.model.parameters() if p.device.type == "cuda")
+        allocated_before = free_device(device) - own
         stopwatch = Stopwatch(self.workload, self.steps)
         scaler = self.train(self, stopwatch)
         peak = torch.cuda.max_memory_allocated(device) - allocated_before if device.type == "cuda" else None
         self.model.zero_grad(set_to_none=True)
         # Weights that a plugin has made 16 bit would otherwise be the next segment's true ones.
-        self.model.cpu().float()
+        self.model.float()
+        if not others_fit_beside(device):
+            self.model.cpu()
         # torch's scaler halves on each skipped step and does not grow in so few steps
         skipped = 0 if scaler is None else round(math.log2(INITIAL_SCALE / scaler.get_scale()))
         rate = self.steps * self.workload.tokens_per_step / stopwatch.seconds
@@ -168,12 +171,12 @@ Train = Callable[[TrainingRunner, Stopwatch], torch.amp.GradScaler | None]
 """Trains `stopwatch.last` steps from fresh optimizer state and returns the loss scaler."""
 
 
-def train_plain(*, fused: bool, clip: float | None) -> Train:
-    """The loop that one writes by hand: torch.autocast and torch's GradScaler."""
+def train_plain(*, fused: bool, clip: float | None, precision: str | None = None) -> Train:
+    """The loop that one writes by hand: torch.autocast and torch's GradScaler; in the cell's precision if None."""
 
     def train(runner: TrainingRunner, stopwatch: Stopwatch) -> torch.amp.GradScaler | None:
         device, window = runner.workload.device, runner.workload.accumulation
-        dtype = AUTOCAST_DTYPES.get(runner.precision)
+        dtype = AUTOCAST_DTYPES.get(precision or runner.precision)
         model = runner.model.to(device).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
         scaler = torch.amp.GradScaler(device.type, init_scale=INITIAL_SCALE, enabled=dtype is torch.float16)
@@ -336,7 +339,7 @@ FLOOR_BYTES = {
 }
 
 
-def _cell(
+def new_cell(
     workload: Workload,
     recipe: str,
     precision: str,
@@ -347,6 +350,7 @@ def _cell(
     clipped: bool = True,
     **more: Any,
 ) -> Cell:
+    """A row of the tables; ``floor`` names the bytes that its optimizer step cannot avoid."""
     runner = partial(TrainingRunner, workload, precision, train)
     optimizer = f"{'fused' if fused else 'foreach'} AdamW{'' if clipped else ', no clipping'}"
     return Cell(recipe, precision, optimizer, runner, FLOOR_BYTES[floor] if clipped else None, **more)
@@ -364,7 +368,7 @@ def mixed_cells(workload: Workload, precision: str) -> list[Cell]:
 
     # FLOPs as a number, because those of compiled code cannot be counted.
     every = partial(all_callbacks, workload.accumulation, training_flops_per_token(workload.config)[1])
-    cell = partial(_cell, workload, precision=precision)
+    cell = partial(new_cell, workload, precision=precision)
     return [
         cell("ours", train=ours()),
         cell("plain", train=train_plain(fused=True, clip=CLIP)),
@@ -378,7 +382,7 @@ def mixed_cells(workload: Workload, precision: str) -> list[Cell]:
 
 def masters_cells(workload: Workload) -> list[Cell]:
     """Master weights beside the loop that one writes by hand, and beside 16-bit weights without masters."""
-    cell = partial(_cell, workload, precision="bf16-true")
+    cell = partial(new_cell, workload, precision="bf16-true")
     ours = [
         cell(
             f"ours, {storage} masters",
@@ -387,13 +391,27 @@ def masters_cells(workload: Workload) -> list[Cell]:
         )
         for storage in get_args(Storage)
     ]
+    compiled = [
+        cell(
+            f"ours, {storage} masters, compiled_step",
+            train=train_lightning(partial(_compiled_masters, storage), fused=False, clip=CLIP),
+            floor=f"{storage} masters",
+            fused=False,
+        )
+        for storage in get_args(Storage)
+    ]
     stock = train_lightning(lambda *_: HalfPrecision("bf16-true"), fused=True, clip=CLIP)
     return [
         ours[0],
         cell("plain", train=train_plain_masters, floor="fp32 masters"),
         *ours[1:],
+        *compiled,
         cell("stock", train=stock, floor="16-bit weights and moments"),
     ]
+
+
+def _compiled_masters(storage: Storage, precision: str, device: str) -> Precision:
+    return MasterWeightsPrecision("bf16-true", storage=storage, compiled_step=True)
 
 
 def float8_cells(workload: Workload) -> list[Cell]:
@@ -401,7 +419,7 @@ def float8_cells(workload: Workload) -> list[Cell]:
     missing = None if find_spec("torchao") else "torchao is not installed"
     recipes: tuple[Literal["tensorwise", "rowwise"], ...] = ("tensorwise", "rowwise")
     return [
-        _cell(
+        new_cell(
             workload,
             f"ours, fp8 {recipe}",
             "fp8-mixed",
@@ -418,10 +436,10 @@ def every_plugin(workload: Workload) -> list[Cell]:
     fp16_masters = _ours(lambda: MasterWeightsPrecision("16-true"))
     return [
         *mixed_cells(workload, "bf16-mixed")[:3],
-        *masters_cells(workload)[:-1],
+        *masters_cells(workload)[:4],
         *mixed_cells(workload, "16-mixed")[:3],
-        _cell(workload, "ours, fp16 masters", "16-true", fp16_masters, floor="fp32 masters"),
-        _cell(workload, "ours, TF32Precision", "tf32", _ours(TF32Precision)),
+        new_cell(workload, "ours, fp16 masters", "16-true", fp16_masters, floor="fp32 masters"),
+        new_cell(workload, "ours, TF32Precision", "tf32", _ours(TF32Precision)),
         *float8_cells(workload),
     ]
 
@@ -456,6 +474,15 @@ def copy_bytes_per_second(device: torch.device) -> float:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def others_fit_beside(device: torch.device) -> bool:
+    """Whether half of the device is free, so that a model may wait there for its next segment."""
+    if device.type != "cuda":
+        return False
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return free > total / 2
 
 
 def free_device(device: torch.device) -> int:

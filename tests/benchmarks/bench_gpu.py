@@ -42,6 +42,7 @@ from bench_cells import (  # noqa: E402
 )
 from bench_checks import memory, out_of_memory, waits  # noqa: E402
 from bench_loss import loss_at_equal_steps  # noqa: E402
+from bench_peers import float8_peers, masters_peers, mixed_peers  # noqa: E402
 from bench_report import Header, as_record, write_report  # noqa: E402
 from bench_schedule import Budget, Cell, Part, run_parts  # noqa: E402
 
@@ -51,6 +52,8 @@ from lightning_mp.planning import CONVENTIONS, find_chip  # noqa: E402
 GPT2_SMALL = GPTConfig(layers=12, heads=12, width=768, block_tokens=1024, vocab=50_304)
 LARGE = GPTConfig(layers=24, heads=16, width=2048, block_tokens=1024, vocab=50_304)
 """GPT-3 XL (Brown et al. 2020, arXiv:2005.14165, table 2.1), with 16 heads because 24 do not divide its width."""
+WIDE = GPTConfig(layers=8, heads=32, width=4096, block_tokens=1024, vocab=50_304)
+"""As wide as Llama 2 7B (arXiv:2307.09288), where fp8 gains most in torchao's table."""
 TOY = GPTConfig(layers=1, heads=2, width=16, block_tokens=16, vocab=64)
 CUT_SHORT = "cut short by SIGTERM"
 
@@ -62,11 +65,16 @@ class CutShort(BaseException):
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Ours beside stock Lightning beside plain PyTorch on one GPU.")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for the .md and .json")
-    parser.add_argument("--minutes", type=float, default=8.5, help="nothing new begins after this long")
+    parser.add_argument("--minutes", type=float, default=18, help="nothing new begins after this long")
     parser.add_argument("--repeats", type=int, help="timed segments per way; 3, or 2 with --toy")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences per step")
     parser.add_argument(
         "--only", nargs="+", metavar="TEXT", help="only parts with a word that begins so in their title"
+    )
+    parser.add_argument(
+        "--warm-up",
+        action="store_true",
+        help="two steps of each way: fills the compiler's caches, times mean nothing",
     )
     parser.add_argument("--toy", action="store_true", help="a tiny model on the CPU, to test the benchmark itself")
     parsed = parser.parse_args(arguments)
@@ -88,7 +96,7 @@ def make_workload(toy: bool, batch_size: int) -> Workload:
 
 
 def make_parts(workload: Workload, repeats: int, *, toy: bool) -> list[Part]:
-    """All of them, in order; their shares add up to 8.5 minutes."""
+    """All of them, in order. Their shares are what three repeats took on one H200, with cold compile caches."""
     small, compiled = "GPT-2 small", replace(workload, compiled="whole")
     large = replace(workload, config=TOY if toy else LARGE, compiled="by block")
     windows = [(window, replace(large, accumulation=window)) for window in (1, 4)]
@@ -97,10 +105,10 @@ def make_parts(workload: Workload, repeats: int, *, toy: bool) -> list[Part]:
         return Part(title, seconds, why, group=make_group(of, make_cells(of), repeats))
 
     return [
-        waits(workload, 20, steps=5 if toy else 100),
+        waits(workload, 45, steps=5 if toy else 100),
         part(
             "From backward to stepped weights",
-            40,
+            80,
             replace(workload, batch_size=min(4, workload.batch_size), segment_seconds=workload.segment_seconds / 2),
             every_plugin,
             f"{small}, eager, with few tokens per step: read the two columns about what follows backward. Throughput "
@@ -108,18 +116,25 @@ def make_parts(workload: Workload, repeats: int, *, toy: bool) -> list[Part]:
         ),
         part(
             f"{small}, bf16-mixed, compiled",
-            130,
+            145,
             compiled,
-            lambda of: mixed_cells(of, "bf16-mixed")[:5],
+            lambda of: [*mixed_cells(of, "bf16-mixed")[:5], *mixed_peers(of, "bf16-mixed")],
             "The first way that is compiled fills torch's caches on disk, which the others read.",
         ),
         part(
             f"{small}, master weights, compiled",
-            90,
+            140,
             compiled,
-            lambda of: [*masters_cells(of), *mixed_cells(of, "bf16-mixed")[:2], *float8_cells(of)],
+            lambda of: [*masters_cells(of), *masters_peers(of)],
             "bf16 weights with fp32 masters, beside a loop with masters by hand; stock has no masters and bf16 "
-            "moments. fp8 is compared with bf16-mixed.",
+            "moments. compiled_step, and optimizers of other libraries that keep masters themselves.",
+        ),
+        part(
+            "8 layers of width 4096, fp8, compiled by block",
+            200,
+            replace(large, config=TOY if toy else WIDE),
+            lambda of: [*mixed_cells(of, "bf16-mixed")[:2], *float8_cells(of), *float8_peers(of)],
+            "Compared with bf16-mixed: ours, and torchao by hand.",
         ),
         part(
             f"{small}, bf16-mixed and 16-mixed, eager",
@@ -131,9 +146,9 @@ def make_parts(workload: Workload, repeats: int, *, toy: bool) -> list[Part]:
         *(
             part(
                 f"1.3B, bf16-mixed, compiled by block, {window} micro-batch{'es' if window > 1 else ''} per step",
-                45,
+                150,
                 of,
-                lambda of: mixed_cells(of, "bf16-mixed")[:2],
+                lambda of: [*mixed_cells(of, "bf16-mixed")[:3], *mixed_peers(of, "bf16-mixed")],
                 f"{of.batch_size} sequences of {of.config.block_tokens} tokens per step, "
                 f"{of.config.parameters:,} parameters.",
             )
@@ -231,6 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("This benchmark needs a CUDA device and torch sees none. Use --toy to try the benchmark itself on a CPU.")
         return 2
     workload = make_workload(options.toy, options.batch_size)
+    if options.warm_up:
+        options.repeats = 1
+        workload = replace(workload, segment_seconds=0.0, min_steps=2, max_steps=2)
     parts = make_parts(workload, options.repeats, toy=options.toy)
     wanted = [part for part in parts if is_wanted(part.title, options.only)]
     if not wanted:

@@ -90,7 +90,7 @@ def test_points_survive_a_resume(tmp_path: Path) -> None:
     "ignore:ChinchillaBudget. max_steps=.* ends before the budget|ChinchillaBudget. the run ended after"
 )
 def test_a_loss_that_nobody_logs_is_told_of() -> None:
-    with pytest.warns(UserWarning, match=r"BudgetForecast\('loss'\) saw no loss: the module logs .*train/loss"):
+    with pytest.warns(UserWarning, match=r"BudgetForecast\('loss'\) sees no loss: the module logs .*train/loss"):
         fit(BudgetForecast("loss"), max_steps=4)
 
 

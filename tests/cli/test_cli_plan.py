@@ -205,4 +205,4 @@ def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, csv):
     monkeypatch.setattr("lightning_mp.core.pictures.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["fit", csv, "--plot", "fit.png"])
-    assert "--plot needs matplotlib: pip install 'lightning-mp[plots]'" in capsys.readouterr().err
+    assert "--plot needs matplotlib: pip install '.[plots]'" in capsys.readouterr().err

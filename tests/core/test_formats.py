@@ -6,15 +6,8 @@ import random
 import pytest
 import torch
 
-from lightning_mp.core.number_formats import (
-    FORMATS,
-    FP16,
-    TF32,
-    FractionLost,
-    NumberFormat,
-    fraction_lost,
-    number_format,
-)
+from lightning_mp.core.bit_layouts import FORMATS, FP16, TF32, NumberFormat
+from lightning_mp.core.number_formats import FractionLost, fraction_lost, number_format
 
 TORCH_FORMATS = [row for row in FORMATS.values() if row.torch_dtype is not None]
 NARROW_FORMATS = [row for row in TORCH_FORMATS if row.storage_bits <= 16]

@@ -4,12 +4,15 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from run_columns import NUM_STEPS, run_columns
+from tqdm import tqdm
 
 from lightning_mp.demo.prepare import prepare
 from lightning_mp.demo.report import format_table, plot_of, summarise
-from lightning_mp.demo.run import _printable
+from lightning_mp.demo.run import ProgressBar, _printable
 
 
 def _history(precision="16-mixed", skipped=(), num_steps=NUM_STEPS, **changes):
@@ -122,3 +125,25 @@ def test_a_new_run_gets_the_next_free_folder():
     Path("text.txt").write_bytes(bytes(4000))
     settings = {"params": 9264, "tokens_per_parameter": 0.3, "batch_size": 1, "text": "text.txt"}
     assert prepare(settings, Path("out")).folder == Path("out/version_11")
+
+
+@pytest.mark.parametrize("batches", [5, 99_999])
+def test_the_bar_fits_into_80_columns(batches):
+    names = {
+        "v_num": 0,
+        "train/loss": 12.3456,
+        "mp/budget_fraction": 1.0,
+        "mp/skipped_steps": 12.0,
+        "mp/loss_scale": 1e9,
+    }
+    trainer = SimpleNamespace(progress_bar_metrics=names, loggers=[])
+    shown = ProgressBar().get_metrics(trainer, None)
+    assert shown == {"loss": "12.346", "budget": "100%", "skipped": "12"}
+    postfix = ", ".join(f"{name}={value}" for name, value in shown.items())
+    line = tqdm.format_meter(
+        batches, batches, 59.0, ncols=79, prefix="Epoch 0: ", bar_format=ProgressBar.BAR_FORMAT, postfix=postfix
+    )
+    assert len(line) <= 79
+    assert postfix in line
+    names |= {"mp/skipped_steps": 0.0}
+    assert "skipped" not in ProgressBar().get_metrics(trainer, None)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp.core.number_formats import FORMATS, FP16, fraction_lost
+from lightning_mp.core.bit_layouts import FORMATS, FP16
+from lightning_mp.core.number_formats import fraction_lost
 from lightning_mp.diagnostics.underflow import exponents
 from lightning_mp.diagnostics.underflow.exponents import (
     ExponentHistogram,

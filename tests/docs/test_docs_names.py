@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import lightning_mp
+from lightning_mp.__main__ import _COMMANDS
 from lightning_mp.diagnostics.audit.findings import FindingKind
 from lightning_mp.diagnostics.overflow.search import Verdict
 from lightning_mp.preflight_checks.report import FindingName
@@ -182,7 +183,7 @@ def test_every_setting_is_described() -> None:
 
 def test_every_command_is_on_a_page() -> None:
     text = hand_written(PAGES)
-    commands = re.findall(r'add_parser\(\s*"(\w+)"', SOURCE)
+    commands = list(_COMMANDS)
     assert len(commands) > 7
     assert [command for command in commands if f"lightning-mp {command}" not in text] == []
 

@@ -146,6 +146,35 @@ def test_padding_is_counted_for_the_devices_and_not_for_use(counts: bool) -> Non
 
 
 @pytest.mark.parametrize("optimizer", [None, fused_adamw], ids=["waits", "one step late"])
+@pytest.mark.parametrize("labels_after", [10, 5, 1])
+@pytest.mark.parametrize("labels_skipped", [10, 4])
+def test_a_skipped_step_is_waste_whatever_labels_it_and_the_next_have(
+    labels_skipped: int, labels_after: int, optimizer: Any
+) -> None:
+    """Seven of eight steps of as many tokens are made, and none of the tokens is padding."""
+    rows = []
+    for labels in (10, labels_skipped, labels_after, *[10] * 5):
+        x = torch.arange(1, 11).view(1, 10)
+        rows.append([x, torch.where(torch.arange(10) < labels, x, -100)])
+    clock = Clock()
+    made = monitor(clock)
+    plugin = AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=1.0))
+    fit(Timed(clock, [1.0] * 8, optimizer, overflows=(1,)), rows, made, plugin=plugin)
+    assert (made.throughput.totals.input_tokens, made.throughput.totals.useful_tokens) == (80, 70)
+    assert made.state_dict()["useful_tokens"] == 70
+
+
+def test_what_a_budget_trims_is_no_padding() -> None:
+    """The rows end in tokens that repeat, all of them labelled; the last four labels of the run are trimmed."""
+    row = torch.tensor([[1, 2, 3, 7, 7, 7, 7, 7]])
+    clock = Clock()
+    made = monitor(clock)
+    budget = ChinchillaBudget(tokens=20, save=False)
+    fit(Timed(clock, [1.0] * 4), [[row, row.clone()] for _ in range(4)], made, budget, max_epochs=-1)
+    assert (made.throughput.totals.input_tokens, made.throughput.totals.useful_tokens) == (24, 24)
+
+
+@pytest.mark.parametrize("optimizer", [None, fused_adamw], ids=["waits", "one step late"])
 @pytest.mark.parametrize("ours", [True, False])
 def test_skipped_steps_are_waste(ours: bool, optimizer: Any) -> None:
     """Windows of 5, 10, 15, 20 and 25 tokens; the third and the last are skipped."""

@@ -307,7 +307,7 @@ def test_a_negative_clipping_value_is_refused() -> None:
 
 
 def test_a_plugin_among_the_callbacks_is_refused_by_name() -> None:
-    message = r"^AutocastPrecision is a precision plugin and was given among the callbacks. Use Trainer\(p"
+    message = r"^AutocastPrecision was given among the callbacks and is a precision plugin: use Trainer\(p"
     with pytest.raises(MisconfigurationException, match=message):
         quiet_trainer(callbacks=[AutocastPrecision("bf16-mixed")])
 

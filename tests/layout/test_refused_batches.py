@@ -135,8 +135,8 @@ def test_samples_that_cannot_be_counted_are_refused() -> None:
         " weight_by='sample'; or weight_by='batch'. Thresholds and targets can then be in steps or tokens."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        fit(WordModel(), words(), AccumulationScheduler({0: 2}))
-    for arguments in ({"count": len}, {"weight_by": "batch"}):
+        fit(WordModel(), words(), AccumulationScheduler({0: 2}, weight_by="sample"))
+    for arguments in ({"count": len}, {"weight_by": "batch"}, {}):
         trainer = fit(WordModel(), words(), AccumulationScheduler({0: 2}, **arguments))
         assert trainer.global_step == 3
 

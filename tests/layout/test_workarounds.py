@@ -44,6 +44,12 @@ def test_workarounds_of_versions_that_are_no_longer_supported_are_gone():
     assert [row for row in ends() if row[2] <= lowest[row[1]]] == [], "no supported version needs it: take it out"
 
 
+def torch_version() -> tuple[int, int]:
+    """Of the torch that runs: what a later release has mended is no longer worked around there."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
+
 def orthogonal_in_16_bit() -> None:
     """pytorch/pytorch#9315; refused in precision/masters/checks.py."""
     layer = nn.utils.parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map="householder").bfloat16()
@@ -106,7 +112,7 @@ def unscaling_in_bf16_on_cuda() -> None:
 
 
 def grouped_products_of_fake_tensors_in_fp32() -> None:
-    """step_memory/simulated_step.py makes them itself."""
+    """step_memory/simulated_step.py makes them itself until torch 2.15."""
     with FakeTensorMode():
         nn.functional.grouped_mm(torch.ones(4, 8), torch.ones(2, 8, 8), offs=torch.tensor([2, 4], dtype=torch.int32))
 
@@ -123,7 +129,10 @@ def flops_of_a_grouped_gradient() -> None:
 @pytest.mark.parametrize(
     "fails",
     [
-        grouped_products_of_fake_tensors_in_fp32,
+        pytest.param(
+            grouped_products_of_fake_tensors_in_fp32,
+            marks=pytest.mark.skipif(torch_version() >= (2, 15), reason="mended in torch 2.15"),
+        ),
         flops_of_a_grouped_gradient,
         orthogonal_in_16_bit,
         norm_in_16_bit_beside_fp32_statistics,

@@ -6,7 +6,8 @@ from gloo import process_group, run_ranks
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_mp.core.number_formats import FORMATS, fraction_lost
+from lightning_mp.core.bit_layouts import FORMATS
+from lightning_mp.core.number_formats import fraction_lost
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram
 from lightning_mp.metrics import UnderflowFraction, underflow_fraction
 

@@ -492,3 +492,13 @@ def test_steps_the_groups_as_they_are_at_the_step() -> None:
     assert [parameter.item() for parameter in parameters] == [0.0, 1.0, 0.0, 1.0]
     optimizer.step()
     assert [parameter.item() for parameter in parameters] == [-1.0, 0.0, -1.0, 0.0]
+
+
+def test_what_a_scaler_sets_for_a_step_is_on_the_parts_for_that_step_only():
+    """A later step without a scale would divide by it, or be skipped."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    joint = JointOptimizer([AdamW([weight], fused=True)])
+    joint.grad_scale, joint.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    joint.step()
+    assert not any(hasattr(joint.optimizers[0], name) for name in ("grad_scale", "found_inf"))

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from small_models import WIDTH, ResumableLoader, loader, quiet_trainer, regression_batches
 from torch import nn
 from torch.optim import Muon
@@ -195,3 +195,22 @@ def test_batch_norm_is_spoken_of_at_set_up(norm: Any, make: Any, told: bool, cap
     assert len(lines) == told
     if told:
         assert lines[0].startswith("AdamWScheduleFree evaluates averaged weights, and the running statistics of net.1")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_average_of_the_trained_weights_stays_in_the_module(name: str) -> None:
+    """What Lightning leaves with other optimizers: the average, which ``eval()`` must not move."""
+    seen: list[list[torch.Tensor]] = []
+
+    class Average(EMAWeightAveraging):
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            assert self._average_model is not None
+            seen.append([weight.detach().clone() for weight in self._average_model.module.parameters()])
+            super().on_train_end(trainer, pl_module)
+
+    module = Module(OPTIMIZERS[name])
+    trainer = fit(module, AutocastPrecision("bf16-mixed"), callbacks=[Average(decay=0.5)])
+    assert all(map(torch.equal, module.net.parameters(), seen[0]))
+    groups = [group["train_mode"] for group in trainer.optimizers[0].param_groups if "train_mode" in group]
+    assert groups
+    assert not any(groups)

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_mp import PipelineParallelStrategy
 from lightning_mp.core.rank_rng import RankRNG
-from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model
+from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model, release
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.partition import split_model
 
@@ -73,3 +73,10 @@ def test_an_exception_in_a_layer_leaves_the_random_numbers_of_the_process_alone(
         torch.rand(())
         raise KeyError
     assert float(torch.rand(())) == wanted
+
+
+def test_a_module_of_another_stage_keeps_no_gradient():
+    layer = torch.nn.Linear(2, 2)
+    layer(torch.ones(2)).sum().backward()
+    release(layer, ())
+    assert all(parameter.grad is None for parameter in layer.parameters())

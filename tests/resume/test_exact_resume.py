@@ -19,7 +19,7 @@ from restarts import Interruption
 from small_models import quiet_trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 from lightning_mp import (
     AccumulationScheduler,
@@ -32,6 +32,8 @@ from lightning_mp import (
 )
 from lightning_mp.__main__ import main
 from lightning_mp.callbacks import exact_resume
+from lightning_mp.core.patches import Patches
+from lightning_mp.resume.loader_position import LoaderPosition
 from lightning_mp.resume.random_numbers import captured, restore
 
 pytestmark = [
@@ -555,3 +557,32 @@ def test_loaders_made_before_the_checkpoint_is_read_continue_too(tmp_path: Path)
             for before in ((), (BATCHES + 3,))
         ]
         assert runs[1].differences(runs[0]) == []
+
+
+# -- the order and the seeds of the ranks ------------------------------------------------------------------------------
+
+
+def position_of(rank: int, seed: int) -> tuple[LoaderPosition, DistributedSampler[Any]]:
+    data = TensorDataset(torch.arange(8.0))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank, seed=seed)
+    trainer = quiet_trainer()
+    trainer.strategy.connect(pl.LightningModule())
+    workers = DataLoader(data, batch_size=2, sampler=sampler, num_workers=1)
+    return LoaderPosition(workers, Patches(trainer), rank, 2), sampler
+
+
+def test_batches_of_two_data_ranks_have_other_seeds_in_workers() -> None:
+    seeds = []
+    for rank in (0, 1):
+        torch.manual_seed(0)
+        position, _ = position_of(rank, 0)
+        position._is_being_made = True
+        next(position.indices())
+        seeds.append(position._seed(0))
+    assert seeds[0] != seeds[1]
+
+
+def test_a_resumed_run_shuffles_by_the_seed_of_the_checkpoint() -> None:
+    later, sampler = position_of(0, seed=2)
+    later.load_state_dict(position_of(0, seed=1)[0].state_dict())
+    assert sampler.seed == 1

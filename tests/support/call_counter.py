@@ -59,12 +59,13 @@ class CountCalls(Callback):
 
 
 @contextmanager
-def _counted(micro_batches: int) -> Iterator[CountCalls]:
+def counted(counter: CountCalls) -> Iterator[CountCalls]:
+    """Nothing but what runs in it is counted."""
     # finalizers of what earlier tests left behind would be counted, too
     gc.collect()
     gc.disable()
     try:
-        yield CountCalls(micro_batches)
+        yield counter
     finally:
         gc.enable()
         sys.setprofile(None)
@@ -85,7 +86,7 @@ def calls(
     layers: int = 2,
 ) -> float:
     """Per micro-batch, under Lightning's Trainer."""
-    with _counted(micro_batches) as counter:
+    with counted(CountCalls(micro_batches)) as counter:
         trainer = quiet_trainer(
             plugins=[plugin],
             callbacks=[*callbacks, counter],
@@ -102,7 +103,7 @@ def plain_loop_calls(micro_batches: int, *, layers: int = 2) -> float:
     """The same model and optimizer in bf16 autocast, without Lightning."""
     module = Layers(layers)
     optimizer = module.configure_optimizers()
-    with _counted(micro_batches) as counter:
+    with counted(CountCalls(micro_batches)) as counter:
         for batch_idx, batch in enumerate(_batches(counter.last + 1)):
             counter.at_start_of(batch_idx)
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -109,12 +109,15 @@ def process_group(timeout_seconds: float = 60) -> Iterator[None]:
     """The default gloo process group, for functions that run without a Trainer.
 
     The ranks leave it together: one that is done early would close its connections while another still makes them.
-    After an exception the group stays, and ends with its process: the first to fail is then the first to be seen.
+    The group itself stays, until the next function of the rank or the next group: a ``DistributedDataParallel`` that a
+    local variable still holds must not outlive it (torch 2.13 then deadlocks: its destructor joins a thread of gloo
+    while it holds Python's lock).
     """
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
     yield
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def run_group(function: Callable[[int], Any], world_size: int) -> list[Any]:

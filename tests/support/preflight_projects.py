@@ -549,7 +549,7 @@ PROJECTS: dict[str, Project] = {
         batches=lambda: token_batches([6] * BATCHES),
     ),
     "a model that does not fit": Project(
-        *("memory", "error", "T4 has 14.9 GiB: it will not fit", "FSDP2Strategy()"),
+        *("memory", "error", "T4 has 14.9 GiB: it will not fit", "MicroBatchOnOOM()"),
         Huge,
         options={"device": "T4"},
         batches=lambda: [[torch.zeros(2, 80_000), torch.zeros(2, 1)]],

@@ -166,6 +166,7 @@ def _result_of(rank: int, call: _Call, settings: dict[str, Any]) -> tuple[bool, 
 
     try:
         if dist.is_initialized():  # of the function before
+            gc.collect()  # a DistributedDataParallel in a cycle must not outlive it
             dist.destroy_process_group()
         function = _take_over(rank, settings)
         call.tell(rank)

@@ -103,3 +103,11 @@ def test_an_activation_checkpoint_that_restores_the_common_sequence_gets_the_sam
     assert drawn[0] == drawn[1] == drawn[2]
     with rng.drawn(torch.device("cpu")):
         assert float(torch.rand(())) != drawn[0]
+
+
+def test_numbers_of_a_rank_are_not_those_that_the_process_draws_from_the_same_seed():
+    torch.manual_seed(5)
+    common = torch.rand(4)
+    with RankRNG(0, seed=lambda: 5).drawn(torch.device("cpu")):
+        own = torch.rand(4)
+    assert not torch.equal(common, own)

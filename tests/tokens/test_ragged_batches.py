@@ -264,4 +264,4 @@ def test_loaders_with_batches_of_two_sizes(mode: str) -> None:
         mode,  # type: ignore[arg-type]
     )
     with pytest.warns(UserWarning, match=r"batch\['a'\] has 9, batch\['b'\] has 4"):
-        quiet_trainer(callbacks=[AccumulationScheduler({0: 2})]).fit(Packed(), loaders)
+        quiet_trainer(callbacks=[AccumulationScheduler({0: 2}, weight_by="sample")]).fit(Packed(), loaders)

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_mp.core.bit_layouts import FORMATS, FP32, NumberFormat
 from lightning_mp.core.devices import sent_to
-from lightning_mp.core.number_formats import FORMATS, FP32, FormatLike, FractionLost, NumberFormat, number_format
+from lightning_mp.core.number_formats import FormatLike, FractionLost, number_format
 from lightning_mp.core.ranks import world_size
 from lightning_mp.gradients import gradient_ops
 

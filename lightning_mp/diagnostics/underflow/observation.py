@@ -8,10 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lightning_mp.core.bit_layouts import FORMATS
 from lightning_mp.core.devices import sent_to
-from lightning_mp.core.messages import aligned, listed
-from lightning_mp.core.number_formats import FORMATS
+from lightning_mp.core.messages import listed
 from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Kind, holding, listed_of, named, or_none
+from lightning_mp.core.text_columns import aligned
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, ExponentTable, suggested_scale
 
 _LAYERS_IN_TEXT = 10

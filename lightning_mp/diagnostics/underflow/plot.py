@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_mp.core.number_formats import FormatLike, NumberFormat
+from lightning_mp.core.bit_layouts import NumberFormat
+from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.pictures import BLUE, GREY, ORANGE, YELLOW
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, narrow_format
 from lightning_mp.diagnostics.underflow.observation import UnderflowObservation

@@ -164,7 +164,7 @@ def _bf16(device: DeviceTraits, goal: Goal, config: DecoderConfig | None) -> Pre
 def _fp8(config: DecoderConfig) -> PrecisionAdvice:
     reason = (
         f"Linear layers of a width of {config.width} are large enough for fp8, with torchao (pip install"
-        " 'lightning-mp[fp8]'); the first, the last and all else stay bf16. Published, compiled, tensorwise: 1.17x"
+        " '.[fp8]'); the first, the last and all else stay bf16. Published, compiled, tensorwise: 1.17x"
         " tokens/s at a width of 1,536, about 1.05x at equal loss, and 1.25x for 8B with fp8 all-gather, which FSDP2"
         " does only for layers that you shard yourself; rowwise 0.90x and 1.12x. On an H200 at 2,048: 1.11x and 0.87x."
         " Compare with AutocastPrecision('bf16-mixed') by the time to an equal loss."

@@ -24,7 +24,7 @@ RECIPES = get_args(Float8Recipe)
 def require_torchao() -> None:
     """Raises if torchao, the optional package with the fp8 layers, is not installed."""
     if importlib.util.find_spec("torchao") is None:
-        raise ModuleNotFoundError("fp8 needs torchao, which is not installed: pip install torchao.")
+        raise ModuleNotFoundError("fp8 needs torchao, which is not installed: pip install '.[fp8]'.")
 
 
 def float8_config(recipe: str, *, emulate: bool = False) -> "Float8LinearConfig":

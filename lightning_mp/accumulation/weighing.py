@@ -1,0 +1,195 @@
+"""What each micro-batch weighs in the mean of its window, and the line that says so: exact, or as in Lightning."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
+from torch import Tensor, nn
+
+from lightning_mp.accumulation import window_weights
+from lightning_mp.accumulation.settings import AccumulationSettings
+from lightning_mp.accumulation.windows import AccumulationState, is_single_micro_batch_step
+from lightning_mp.core import private_api
+from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.ranks import all_gathered
+from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN
+from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown, read_items
+from lightning_mp.tokens.loss_weighting import Weighting
+from lightning_mp.tokens.loss_weights import LossWeights
+
+#: What weights come from: losses, a count of the batch (by hand, or in a pipeline), or nothing.
+Source = Literal["loss", "batch"] | None
+
+_CHECKED_LOSSES = 8
+
+
+class MicroBatchWeighing:
+    """The weights of one fit.
+
+    Ranks meet with their first losses, and where a loss has turned out to be unknown: then they say why, on one line.
+    """
+
+    def __init__(self, trainer: "pl.Trainer", settings: AccumulationSettings, losses: LossWeights) -> None:
+        self._trainer, self._settings, self._losses = trainer, settings, losses
+        asked = settings.weighting
+        assert asked is not None
+        by_hand = asked.weight_by not in (None, "auto") or asked.count_weighs
+        self.source: Source = None
+        if by_hand or (asked.weight_by is not None and is_pipelined(trainer)):
+            self.source = "batch"
+        elif (asked.weight_by is not None or settings.weighs_by_loss) and not is_pipelined(trainer):
+            self.source = "loss"
+        if self.source == "batch" and settings.follows_trainer:
+            rank_zero_info(
+                "Gradient accumulation: micro-batches are weighted by the tokens or samples of their batches, because"
+                " the stages of a pipeline do not see what a loss is a mean over."
+            )
+        self._is_own_count = asked.count_weighs
+        self._name = "count=" if asked.count_weighs else "their target tokens"
+        self._left = _CHECKED_LOSSES if by_hand else 0
+        self._first: tuple[float, float] | None = None  # of the losses that are checked: what it counts, and its weight
+        self.watches_gradients = self.source == "loss"  # until the second micro-batch of a window has been weighed
+        self._versions: dict[nn.Parameter, int] = {}  # of gradients, while they are watched
+        self._closed: HostCopy | None = None  # totals of the last window, until they have been read
+        self._why = ""  # the first loss in this window that is unknown on this rank
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether micro-batches have equal weights, which Lightning's division gives them."""
+        return self.source == "loss" and self._losses.is_equal
+
+    def weigh(self, state: AccumulationState, weighting: Weighting, loss: Tensor) -> AccumulationState:
+        """The state with what the current micro-batch weighs; its loss is not weighed yet. Call it on all ranks."""
+        state = self.settle_window(state)
+        if self.is_equal:
+            return window_weights.weigh_equally(state)
+        if self.source == "loss":
+            return self._by_loss(state, loss)
+        return self._by_count(state, weighting, loss)
+
+    def _by_count(self, state: AccumulationState, weighting: Weighting, loss: Tensor) -> AccumulationState:
+        assert state.micro_batch is not None
+        measure = state.micro_batch.measure
+        if self._left:
+            self._check(loss, measure.items, weighting)
+        if state.reference_items is None:
+            most = measure.most_tokens if weighting.weight_by == "token" else 0
+            reference = _reference(float(measure.items), float(most))
+            state = replace(state, reference_items=self._trainer.strategy.broadcast(reference))
+        is_known: bool | Tensor = not measure.wrong_count
+        if self._is_own_count and isinstance(measure.items, Tensor):
+            is_known = (measure.items >= 0) & (measure.items < math.inf)
+        if is_known is not True:
+            self._why = self._why or measure.wrong_count or "count= returned a number below 0"
+        return window_weights.weigh_micro_batch(state, measure.items, is_known, measure.divisor)
+
+    def _by_loss(self, state: AccumulationState, loss: Tensor) -> AccumulationState:
+        assert state.micro_batch is not None
+        declared, divisor = state.micro_batch.measure.divisor, None
+        reading = read_items(loss, divided=True, counts_sums=declared is not None)
+        if self._versions:
+            if self._versions != _versions(self._versions):
+                reading = Unknown("training_step writes gradients itself")
+            self._versions = {}
+        if declared is not None and isinstance(reading, Items) and reading.summed is not None:
+            divisor = reading.means[0].total if reading.means else None
+            reading = Items((Mean("targets of a sum", reading.summed),))
+        if self._losses.first is None:
+            state = self._meet(state, reading)
+            if self.is_equal:
+                return window_weights.weigh_equally(state)
+            if self._losses.first is None:  # no rank counts anything
+                return window_weights.weigh_nothing(state)
+        weight = self._losses.of(reading)
+        if weight.is_known is not True and not self._why:
+            self._why = weight.why
+        return window_weights.weigh_micro_batch(state, weight.items, weight.is_known, divisor)
+
+    def watch_gradients(self, state: AccumulationState, parameters: Iterable[nn.Parameter]) -> None:
+        """A micro-batch is over: what is written before the next backward in its window is not of that loss."""
+        if state.window.is_open:
+            self.watches_gradients, self._versions = False, _versions(parameters)
+
+    def weigh_equally(self, why: str) -> None:
+        """Gives micro-batches equal weights from now on. Call it on all ranks."""
+        if self.source is not None and not self.is_equal:
+            self.source = "loss"
+            rank_zero_info(self._losses.weigh_equally(why))
+
+    def normalisation(self, state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
+        """By what the gradient of a window is multiplied, whose totals over all ranks these are; None if that is 1."""
+        if self.is_equal:
+            return window_weights.mean_of_losses(self._settings, state, totals, num_ranks)
+        return window_weights.normalisation(state, totals, num_ranks) if self.source is not None else None
+
+    def close_window(self, state: AccumulationState, totals: HostCopy, *, are_here: bool) -> AccumulationState:
+        """A window is over; ``totals`` are those over all ranks. What they show is said now, if they are here."""
+        if self.source is None or is_single_micro_batch_step(state):
+            return state
+        self._closed = totals
+        return self.settle_window(state) if are_here else state
+
+    def settle_window(self, state: AccumulationState) -> AccumulationState:
+        """Takes from the last window what it has shown; call it on all ranks. Its step is long over, or on the CPU."""
+        closed, self._closed = self._closed, None
+        if closed is None or self.is_equal:
+            return state
+        totals = closed.read()
+        if totals[UNKNOWN] > 0:
+            why = next((why for why in all_gathered(self._why) if why), "as before this fit was resumed")
+            self.source = "loss"
+            _warn(self._losses.weigh_equally(why))
+        self._why = ""
+        return window_weights.next_reference(state, totals[ITEMS], totals[LOSSES])
+
+    def _meet(self, state: AccumulationState, reading: Items | Unknown) -> AccumulationState:
+        """Ranks settle with their first losses what micro-batches weigh."""
+        if isinstance(reading, Items):
+            known = [replace(m, total=float(m.total), is_even=bool(m.is_even)) for m in reading.means]
+            reading = Items(tuple(known), reading.form)
+        readings = all_gathered(reading)
+        line = self._losses.settle(readings)
+        if line:
+            rank_zero_info(line)
+        firsts = [r.means[0] for r in readings if isinstance(r, Items) and r.means]
+        if not firsts or self.is_equal:
+            return state
+        largest = max(firsts, key=lambda mean: float(mean.total))
+        return replace(state, reference_items=_reference(float(largest.total), largest.most))
+
+    def _check(self, loss: Tensor, items: Number, weighting: Weighting) -> None:
+        """Warns once if the first losses are means over another number than what was chosen by hand."""
+        self._left -= 1
+        reading = read_items(loss, divided=True)
+        is_checked = weighting.weight_by == "token" and isinstance(reading, Items) and len(reading.means) == 1
+        if not is_checked or not reading.means[0].kind.startswith("targets"):  # type: ignore[union-attr]  # checked
+            return
+        counted, weight = float(reading.means[0].total), float(items)  # type: ignore[union-attr]
+        first = self._first = self._first or (counted, weight)
+        if abs(counted * first[1] - weight * first[0]) > 1e-6 * abs(counted * first[1]):
+            self._left = 0
+            _warn(
+                f"Gradient accumulation: micro-batches are weighted by {self._name}, {first[1]:g} and {weight:g} in two"
+                f" of them, but their losses average over {first[0]:g} and {counted:g}. To weight by what the loss"
+                " averages over, use weight_by='auto' without count=."
+            )
+
+
+def _reference(items: float, most: float) -> float:
+    """What factors are relative to at first: a micro-batch with few items is no measure of those to come."""
+    return most if 4 * items < most < math.inf else items or 1.0
+
+
+def _versions(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    return {p: -1 if p.grad is None else private_api.version_of(p.grad) for p in parameters}
+
+
+@rank_zero_only
+def _warn(text: str) -> None:
+    """Python shows one text once per process, which would keep the next fit silent."""
+    warnings.warn_explicit(text, UserWarning, __name__, 0, registry={})

@@ -1,0 +1,232 @@
+"""What the items of a loss are, read from its graph."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from lightning_mp.tokens.loss_items import Items, Unknown, read_items
+from lightning_mp.tokens.loss_weights import LossWeights
+
+Loss = Callable[[Tensor], Tensor]
+ROWS, CLASSES, LABELLED = 5, 4, 3
+LABELS = torch.tensor([1, -100, 2, 0, -100])
+TARGETS = torch.linspace(-1, 1, ROWS * CLASSES).view(ROWS, CLASSES)
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0])
+MASK = LABELS >= 0
+PARAMETER = nn.Parameter(torch.tensor([0.5, 1.5]))
+
+
+def logits() -> Tensor:
+    return torch.randn(ROWS, CLASSES, generator=torch.Generator().manual_seed(0), requires_grad=True).tanh()
+
+
+def each(o: Tensor) -> Tensor:
+    return F.cross_entropy(o, LABELS.clamp(min=0), reduction="none") * MASK
+
+
+def per_row(o: Tensor) -> list[Tensor]:
+    return [F.cross_entropy(x[None], y[None]) for x, y in zip(o, LABELS, strict=True) if y >= 0]
+
+
+# Each with what its means are over, and by what these are multiplied.
+MEANS: dict[str, tuple[Loss, list[tuple[float, float]]]] = {
+    "cross-entropy": (lambda o: F.cross_entropy(o, LABELS), [(3, 1)]),
+    "smoothed": (lambda o: F.cross_entropy(o, LABELS, label_smoothing=0.1), [(3, 0.9), (3, 0.025)]),
+    "class weights": (lambda o: F.cross_entropy(o, LABELS, weight=CLASS_WEIGHTS), [(6, 1)]),
+    "probabilities": (lambda o: F.cross_entropy(o, TARGETS.softmax(1)), [(5, 1)]),
+    "spatial": (lambda o: F.nll_loss(o.T[None, :, :, None].log_softmax(1), LABELS[None, :, None]), [(3, 1)]),
+    "elements": (lambda o: F.mse_loss(o, TARGETS), [(20, 1)]),
+    "mean": (lambda o: o.square().sum(1).mean(), [(5, 1)]),
+    "mean of a dimension": (lambda o: o.square().sum(1).mean(0), [(5, 1)]),
+    "masked": (lambda o: each(o).sum() / MASK.sum(), [(3, 1)]),
+    "masked, halved": (lambda o: each(o).sum() / MASK.sum() / 2, [(3, 0.5)]),
+    "negative divisor": (lambda o: -each(o).sum() / -MASK.sum(), [(3, 1)]),
+    "sum by Python's number": (lambda o: F.cross_entropy(o, LABELS, reduction="sum") / 3, [(3, 1)]),
+    "dot product": (lambda o: (MASK.float() @ each(o)) / MASK.sum(), [(3, 1)]),
+    "no missing values": (lambda o: torch.nanmean(o.square()), [(20, 1)]),
+    "loop": (lambda o: sum(per_row(o)) / len(per_row(o)), [(3, 1)]),  # type: ignore[arg-type, return-value]
+    "loop of sums": (lambda o: sum(x.sum() for x in o) / len(o), [(5, 1)]),  # type: ignore[return-value]
+    "stack of rows": (lambda o: torch.stack(per_row(o)).mean(), [(3, 1)]),
+    "stack of two": (lambda o: torch.stack([F.mse_loss(o, TARGETS), o.abs().mean()]).mean(), [(20, 0.5), (20, 0.5)]),
+    "stack, summed": (lambda o: torch.stack([F.mse_loss(o, TARGETS), o.abs().mean()]).sum(), [(20, 1), (20, 1)]),
+    "several": (lambda o: F.cross_entropy(o, LABELS) + 0.3 * o.square().sum(1).mean(), [(3, 1), (5, 0.3)]),
+    "decayed weights": (lambda o: F.mse_loss(o, TARGETS) + 0.1 * PARAMETER.square().sum(), [(20, 1)]),
+    "learned weight": (lambda o: torch.exp(-PARAMETER[0]) * F.mse_loss(o, TARGETS) + PARAMETER[0], [(20, 1)]),
+    "reshaped": (lambda o: F.mse_loss(o, TARGETS).view(1).clone().squeeze(), [(20, 1)]),
+    "nan_to_num": (lambda o: F.cross_entropy(o, LABELS).nan_to_num(), [(3, 1)]),
+    "times a tensor": (lambda o: F.mse_loss(o, TARGETS) * torch.tensor(2.0), [(20, 2)]),
+    "16 bits": (lambda o: F.cross_entropy(o.bfloat16(), LABELS), [(3, 1)]),
+    "checkpointed": (lambda o: F.mse_loss(checkpoint(torch.sin, o, use_reentrant=False), TARGETS), [(20, 1)]),
+    # They count nothing.
+    "times 0": (lambda o: o.sum() * 0.0, []),
+    "items times 0": (lambda o: (0 * o).mean(), []),
+    "weights times 0": (lambda o: 0.0 * PARAMETER.sum(), []),
+    "no items": (lambda o: o[:0].square().sum(), []),
+    "0 of max(1, 0)": (lambda o: (each(o) * 0.0).sum() / max(1, 0), []),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_the_means_of_a_loss_are_read(name: str) -> None:
+    loss, expected = MEANS[name]
+    value = loss(logits())
+    for reading in (read_items(value), read_items(value / 4 * torch.tensor(65536.0), divided=True)):
+        assert isinstance(reading, Items)
+        found = [(mean.total, mean.factor) for mean in reading.means]
+        assert [total for total, _ in found] == [total for total, _ in expected]
+        assert [factor for _, factor in found] == pytest.approx([factor for _, factor in expected])
+    value.sum().backward()  # nothing of the graph was used up
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+UNKNOWN: dict[str, tuple[Loss, str]] = {
+    "sum": (lambda o: F.cross_entropy(o, LABELS, reduction="sum"), "a sum that nothing divides"),
+    "sum times 1 / n": (lambda o: o.sum() * (1 / 5), "a sum that nothing divides"),
+    "root": (lambda o: F.mse_loss(o, TARGETS).sqrt(), "of Sqrt, which is no mean"),
+    "maximum": (lambda o: o.max(), "of Max, which is no mean"),
+    "einsum": (lambda o: torch.einsum("ij,ij->", o, TARGETS) / 5, "no mean"),
+    "product": (lambda o: F.mse_loss(o, TARGETS) * o.mean(), "multiplies or divides by what depends on the batch"),
+    "ratio": (lambda o: o.mean() / o.abs().mean(), "multiplies or divides by what depends on the batch"),
+    "reciprocal": (lambda o: 1 / o.abs().mean(), "no mean"),
+    "divided by many": (lambda o: (o.sum() / TARGETS).mean(), "adds a mean to each item"),
+    "joined to items": (lambda o: (each(o) + o.mean()).mean(), "adds a mean to each item"),
+    "weighted stack": (
+        lambda o: (CLASS_WEIGHTS[:2] * torch.stack([o.mean(), o.abs().mean()])).sum() / 2,
+        "weights stacked losses",
+    ),
+    "own function": (Own.apply, "of Own, which is no mean"),  # type: ignore[dict-item]
+    "compiled": (torch.compile(lambda o: F.mse_loss(o, TARGETS), backend="aot_eager"), "of CompiledFunction"),
+    "reentrant": (lambda o: checkpoint(F.mse_loss, o, TARGETS, use_reentrant=True), "of CheckpointFunction"),
+    "weights alone": (lambda o: PARAMETER.square().sum(), "nothing in it counts items"),
+    "endless": (lambda o: sum(o.mean() for _ in range(1200)), "more than 2048 nodes"),  # type: ignore[return-value]
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_every_other_loss_is_unknown_and_says_why(name: str) -> None:
+    loss, reason = UNKNOWN[name]
+    reading = read_items(loss(logits()))
+    assert isinstance(reading, Unknown)
+    assert reason in reading.reason
+
+
+@pytest.mark.parametrize("loss", [torch.zeros(()), torch.zeros((), requires_grad=True) / 4])
+def test_a_constant_counts_nothing(loss: Tensor) -> None:
+    assert read_items(loss, divided=loss.requires_grad) == Items()
+
+
+def test_what_is_above_lightnings_division_is_not_guessed() -> None:
+    reading = read_items(logits().square().mean().sqrt(), divided=True)
+    assert reading == Unknown("what it passed through after training_step is not Lightning's")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [3001, 70_000])
+def test_targets_are_counted_exactly_in_16_bits(dtype: torch.dtype, number: int) -> None:
+    """torch's own divisor is 3008, or infinite."""
+    reading = read_items(
+        F.cross_entropy(torch.zeros(number, 2, dtype=dtype, requires_grad=True), torch.zeros(number).long())
+    )
+    assert isinstance(reading, Items)
+    assert [mean.total for mean in reading.means] == [number]
+
+
+@pytest.mark.parametrize(("rows", "is_even"), [((2, 2), True), ((2, 3), False)])
+def test_a_mean_of_means_says_whether_they_are_over_equally_many(rows: tuple[int, int], is_even: bool) -> None:
+    reading = read_items(torch.stack([F.mse_loss(logits()[:n], TARGETS[:n]) for n in rows]).mean())
+    assert isinstance(reading, Items)
+    assert [(mean.parts, bool(mean.is_even)) for mean in reading.means] == [(2, is_even)]
+
+
+def test_another_division_of_a_mean_makes_another_kind_of_it() -> None:
+    whole, halved = (read_items(F.mse_loss(logits(), TARGETS) / number) for number in (1.0, 2.0))
+    assert isinstance(whole, Items)
+    assert isinstance(halved, Items)
+    assert whole.means[0].kind != halved.means[0].kind
+    assert [whole.means[0].factor, halved.means[0].factor] == [1.0, 0.5]
+
+
+def once() -> tuple[Callable[[Tensor], object], Callable[[object], Tensor]]:
+    """Hooks of torch's tutorial: what is unpacked is gone."""
+    store: dict[object, Tensor] = {}
+
+    def pack(tensor: Tensor) -> object:
+        key = object()
+        store[key] = tensor.detach().clone()
+        return key
+
+    return pack, store.pop
+
+
+@pytest.mark.parametrize("name", ["cross-entropy", "elements", "masked", "several"])
+def test_nothing_that_a_hook_has_packed_is_unpacked(name: str) -> None:
+    with torch.autograd.graph.saved_tensors_hooks(*once()):
+        value = MEANS[name][0](logits())
+    reading = read_items(value)
+    assert isinstance(reading, Items if name == "elements" else Unknown)
+    value.backward()
+
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **kwargs or {})
+
+
+@pytest.fixture(params=[None, Watch])
+def watched(request: pytest.FixtureRequest) -> Iterator[type[TorchFunctionMode] | None]:
+    if request.param is None:
+        yield None
+        return
+    with request.param():
+        yield request.param
+
+
+@pytest.mark.parametrize("name", ["masked, halved", "sum by Python's number", "times a tensor"])
+def test_numbers_are_read_under_a_dispatch_mode(name: str, watched: object) -> None:
+    loss, expected = MEANS[name]
+    reading = read_items(loss(logits()))
+    assert isinstance(reading, Items)
+    assert [mean.total for mean in reading.means] == [total for total, _ in expected]
+
+
+def test_an_upper_bound_is_known_from_shapes() -> None:
+    reading = read_items(F.cross_entropy(logits(), LABELS))
+    assert isinstance(reading, Items)
+    assert [(mean.total, mean.most) for mean in reading.means] == [(LABELLED, ROWS)]
+    masked = read_items(each(logits()).sum() / LABELLED)
+    assert isinstance(masked, Items)
+    assert math.isinf(masked.means[0].most)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("cross-entropy", 15), ("elements", 15), ("masked", 15), ("smoothed", 25), ("several", 23)]
+)
+def test_a_loss_is_read_and_weighed_in_few_python_calls(name: str, most: int) -> None:
+    value, weights, entered = MEANS[name][0](logits()), LossWeights(), []
+    weights.settle([read_items(value)])
+    weights.of(read_items(value))
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: entered.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        weights.of(read_items(value))
+    finally:
+        sys.setprofile(before)
+    assert len(entered) <= most, entered
