@@ -6,7 +6,6 @@ from typing import Any
 from unittest.mock import patch
 
 import fsdp2_runs as runs
-import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed.tensor
@@ -14,7 +13,6 @@ from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from optimizer_packages import PRECISIONS, Net, Row, batches, fit
 from small_models import Regression, ResumableLoader, loader, quiet_trainer, regression_batches
-from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp import MasterWeightsPrecision
@@ -127,36 +125,3 @@ def test_an_optimizer_that_steps_views_of_its_own_trains() -> None:
     module, start = Regression(Blocked), Regression(Blocked)
     quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(module, loader(regression_batches(2)))
     assert not any(map(torch.equal, module.parameters(), start.parameters()))
-
-
-class MXFP8(pl.LightningModule):
-    def __init__(self) -> None:
-        from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
-        from torchao.quantization.quant_api import quantize_
-
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 64, bias=False)).bfloat16()
-        recipe = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
-        quantize_(self.net, recipe, filter_fn=lambda module, _: isinstance(module, nn.Linear))
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        # Autocast does not reach operations of a subclass.
-        return self.net(batch.bfloat16()).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-@pytest.mark.skipif(
-    not hasattr(torch.distributed.tensor._ops, "scaled_mm_single_dim_strategy"),
-    reason="torchao 0.18 refuses MXFP8 weights on torch 2.11",
-)
-def test_mxfp8_weights_train_as_fp32() -> None:
-    rows = list(torch.randn(4, 32, 64, generator=torch.Generator().manual_seed(0)))
-    module = MXFP8()
-    before = [parameter._data.clone() for parameter in module.net.parameters()]
-    quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true")]).fit(module, loader(rows))
-    trained = [parameter._data for parameter in module.net.parameters()]
-    assert {weight.dtype for weight in trained} == {torch.float32}
-    assert not any(map(torch.equal, trained, before))

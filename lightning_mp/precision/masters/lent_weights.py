@@ -56,11 +56,11 @@ class _Lend(torch.autograd.Function):
 class Loan:
     """One parameter and its 16-bit copy."""
 
-    __slots__ = ("copy", "copy_version", "is_wrapped", "lent", "parameter", "plain", "version", "window")
+    __slots__ = ("copy", "copy_version", "is_sharded", "lent", "parameter", "plain", "version", "window")
 
     def __init__(self, parameter: nn.Parameter, copy: Tensor) -> None:
         self.parameter = parameter
-        self.is_wrapped = type(parameter) is not nn.Parameter  # a DTensor, or a subclass
+        self.is_sharded = isinstance(parameter, DTensor)
         self.renew(copy)
         self.lent: Tensor | None = None  # the copy as a function of the parameter, or as a leaf
 
@@ -87,19 +87,6 @@ class Loan:
     def now(self) -> Tensor:
         """What the copy is, whatever forward has made of it."""
         return self.copy if self.lent is None else self.lent.detach()
-
-
-def _inner(tensor: Tensor) -> Tensor:
-    """The tensor inside of a subclass that only changes how operations are computed."""
-    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
-        return tensor
-    names, _ = tensor.__tensor_flatten__()
-    inner: Tensor = getattr(tensor, names[0])
-    return inner if len(names) == 1 and inner.shape == tensor.shape and inner.dtype == tensor.dtype else tensor
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return _inner(local_shard(tensor))
 
 
 _Place = tuple[Any, Any, Loan]  # a module's dictionary or list of weights, the key in it, and what is lent there
@@ -241,8 +228,8 @@ class LentWeights:
                 for loan, version in zip(loans, versions, strict=True)
             ]
         weights: list[Tensor] = [loan.parameter for loan in loans]
-        if [loan for loan in loans if loan.is_wrapped]:
-            into, weights = [_local(t) for t in into], [_local(t.detach()) for t in weights]
+        if [loan for loan in loans if loan.is_sharded]:
+            into, weights = [local_shard(t) for t in into], [local_shard(t) for t in weights]
         private_api.foreach_copy_(into, weights)
         window = self.window if self.is_trusted else -1
         copy_versions = private_api.versions_of([loan.copy for loan in loans])
@@ -314,10 +301,8 @@ class LentWeights:
         return self._known
 
     def _takes(self, parameter: Tensor) -> bool:
-        """Subclasses of tensors are not lent, but for those that hold one tensor (torchao's MXFP8 weights)."""
-        is_plain = (
-            type(parameter) is nn.Parameter or isinstance(parameter, DTensor) or _inner(parameter) is not parameter
-        )
+        """Subclasses of tensors are not lent: they have operations of their own."""
+        is_plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
         is_trained = parameter.dtype == torch.float32 and parameter.requires_grad
         return is_plain and is_trained and parameter not in self._written
 
@@ -359,7 +344,7 @@ class LentWeights:
         """Those whose copies are no longer their parameters' casts; waits for the device."""
         if not loans:
             return []
-        pairs = [(_local(loan.now), _local(self._rounded(loan))) for loan in loans]
+        pairs = [(local_shard(loan.now), local_shard(self._rounded(loan))) for loan in loans]
         differ = [
             (copy.view(torch.int16) != weight.view(torch.int16)).any()
             if copy.shape == weight.shape and copy.dtype == self._dtype

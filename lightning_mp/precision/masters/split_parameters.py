@@ -268,7 +268,7 @@ class SplitMemory:
         kept: list[tuple[_Run, Tensor, int]] = []
         for run, numbers, users in self._joined:
             start, at = run[0].start, numbers.data_ptr()
-            parts = [loan.local if loan.is_wrapped else loan.parameter for loan in run]
+            parts = [loan.local if loan.is_sharded else loan.parameter for loan in run]
             there = [
                 loan
                 for loan, part in zip(run, parts, strict=True)
