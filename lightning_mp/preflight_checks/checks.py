@@ -25,7 +25,7 @@ _BEST_MULTIPLE = 64
 # Sizes below the first come from the data as a rule (channels of an image, classes); padding up to the second multiple
 # pays where the product is large.
 _SMALLEST_SIZE, _SMALLEST_LARGE_SIZE = 64, 1024
-_SMALLEST_COPIES_BYTES = 2**20  # of 16-bit copies of weights, below which nobody looks for memory
+_SMALLEST_SAVING_BYTES = 2**20  # by another format of weights, below which nobody looks for memory
 
 
 def check_device(found: Found) -> Iterator[PreflightFinding]:
@@ -151,6 +151,25 @@ def check_weights_in_16_bit(found: Found) -> Iterator[PreflightFinding]:
                 )
                 + f" MasterWeightsPrecision('{'16' if dtype == 'float16' else 'bf16'}-true').",
             )
+
+
+def check_frozen_weights(found: Found) -> Iterator[PreflightFinding]:
+    """Whether frozen weights take 4 bytes each where autocast rounds them to 16 bit at each use."""
+    precision = found.precision
+    if precision.base not in ("bf16", "fp16") or not (precision.has_masters or precision.name.endswith("-mixed")):
+        return
+    frozen = [weight for weight in found.weights if not weight.is_trainable and weight.dtype == "float32"]
+    num_bytes = 4 * sum(weight.elements for weight in frozen)
+    if num_bytes // 2 < _SMALLEST_SAVING_BYTES or len(frozen) == len(found.weights):
+        return
+    dtype = "torch.bfloat16" if precision.base == "bf16" else "torch.float16"
+    yield _advice(
+        "frozen_in_fp32",
+        f"{len(frozen)} frozen parameters are fp32 ({_names(frozen)}): they take {format_bytes(num_bytes)}, and are"
+        f" cast to 16 bit at each use. In 16 bit they take {format_bytes(num_bytes // 2)}.",
+        f"Load the frozen base in 16 bit: from_pretrained(..., dtype={dtype}), or base.to({dtype}) before adapters are"
+        " added. Keep in fp32 what code updates, such as a target network.",
+    )
 
 
 def check_tensor_cores(found: Found) -> Iterator[PreflightFinding]:
@@ -519,7 +538,7 @@ def check_memory(found: Found) -> Iterator[PreflightFinding]:
 
 def check_reused_weights(found: Found) -> Iterator[PreflightFinding]:
     """Whether autograd keeps several 16-bit copies of the same weights (Lightning #21611)."""
-    if found.step is None or found.step.copied_bytes < _SMALLEST_COPIES_BYTES:
+    if found.step is None or found.step.copied_bytes < _SMALLEST_SAVING_BYTES:
         return
     name, copies = max(found.step.weight_copies, key=lambda weight: weight[1])
     others = len(found.step.weight_copies) - 1
@@ -633,6 +652,7 @@ CHECKS = (
     check_anomaly_detection,
     check_precisions,
     check_weights_in_16_bit,
+    check_frozen_weights,
     check_refused_in_16_bit,
     check_step_past_plugin,
     check_loss_divided_twice,

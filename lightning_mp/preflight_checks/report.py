@@ -20,6 +20,7 @@ FindingName = Literal[
     "detect_anomaly",
     "two_precisions",
     "weights_in_16_bit",
+    "frozen_in_fp32",
     "tensor_cores",
     "loss_divided_twice",
     "step_past_plugin",

@@ -444,6 +444,19 @@ def test_compiled_code_cannot_be_counted_and_is_refused() -> None:
         fit(Compiled(), batches([1]), MFUMonitor(unit="sample"))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_modules_that_are_lent_weights_are_compiled_only_if_torch_compile_was_called(is_compiled: bool) -> None:
+    """MasterWeightsPrecision intercepts calls where ``Module.compile`` puts compiled code."""
+    clock = Clock()
+    made = monitor(clock, flops_per_token="6N")
+    module = Timed(clock, [1.0] * 3)
+    if is_compiled:
+        module.head.compile(backend="eager")
+    fit(module, batches([2] * 3), made, plugin=MasterWeightsPrecision("bf16-true"))
+    assert (made.throughput.work.hardware_flops_per_token is None) == is_compiled
+
+
 class Pictures(pl.LightningModule):
     """Batches of x, or of [x, y]."""
 

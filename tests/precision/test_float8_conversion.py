@@ -392,7 +392,7 @@ def test_without_autocast_the_input_keeps_its_dtype():
 
 def test_without_torchao_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torchao", None)
-    with pytest.raises(ModuleNotFoundError, match="fp8 needs torchao, which is not installed: pip install torchao"):
+    with pytest.raises(ModuleNotFoundError, match=r"fp8 needs torchao, which is not installed: pip install '.\[fp8\]'"):
         float8_config("rowwise")
 
 

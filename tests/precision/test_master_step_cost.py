@@ -84,8 +84,10 @@ class Cost(Callback):
         self.mode, self.rows = StepCost(), []
         self.parameters = sum(p.numel() for p in pl_module.parameters())
         self.mode.__enter__()
+        # Not in on_after_backward: where a callback may write to gradients, overflows are looked for before it, too.
+        trainer.strategy.post_backward = self._begin  # type: ignore[method-assign]
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _begin(self, closure_loss: Tensor) -> None:
         self.mode.start()
         self.mode.active = True
 

@@ -174,6 +174,22 @@ def test_weights() -> None:
     assert names(weights=(good,), untied=("input and output embeddings of lm",)) == [("warning", "tied_weights")]
 
 
+def test_frozen_weights_in_fp32() -> None:
+    trained = FoundWeight(names=("head",))
+    frozen = FoundWeight(names=("base",), elements=2**20, is_trainable=False)
+    advice = [("advice", "frozen_in_fp32")]
+    for precision in (BF16, FP16, TRUE):
+        assert names(precision=precision, weights=(trained, frozen)) == advice
+        for fine in (replace(frozen, dtype="bfloat16"), replace(frozen, elements=2**18)):
+            assert names(precision=precision, weights=(trained, fine)) == []
+    for precision in (FoundPrecision(), FP8):
+        assert names(precision=precision, weights=(trained, frozen)) == []
+    [finding] = check_everything(found(precision=FP16, weights=(trained, frozen)))
+    assert "they take 4 MiB" in finding.what
+    assert "In 16 bit they take 2 MiB" in finding.what
+    assert "dtype=torch.float16" in finding.cure
+
+
 def test_a_checkpoint_of_this_run_is_right() -> None:
     same = FoundCheckpoint(
         path="last.ckpt",

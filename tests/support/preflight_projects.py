@@ -23,6 +23,7 @@ from lightning_mp import (
     AutocastPrecision,
     ChinchillaBudget,
     Float8Precision,
+    MasterWeightsPrecision,
     MFUMonitor,
 )
 from lightning_mp.preflight_checks.report import FindingName, Severity
@@ -203,6 +204,14 @@ class Adapted(Net):
         super().__init__()
         self.net[0].requires_grad_(False)
         self.bfloat16()
+
+
+class FrozenBase(Net):
+    """4.3 MiB of a frozen base in fp32, and a trained rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(0, nn.Sequential(nn.Linear(WIDTH, 2**16), nn.Linear(2**16, WIDTH)).requires_grad_(False))
 
 
 class HalfTied(Net):
@@ -421,6 +430,14 @@ PROJECTS: dict[str, Project] = {
         lambda: Net().half(),
         _fp16,
     ),
+    **{
+        f"a frozen base in fp32 under {type(plugin()).__name__}": Project(
+            *("frozen_in_fp32", "advice", "4 frozen parameters are fp32 (", "dtype=torch.bfloat16"),
+            FrozenBase,
+            lambda plugin=plugin: {"plugins": [plugin()]},  # type: ignore[misc]
+        )
+        for plugin in (partial(AutocastPrecision, "bf16-mixed"), partial(MasterWeightsPrecision, "bf16-true"))
+    },
     "odd sizes": Project(
         *("tensor_cores", "advice", "in_features of net.0, net.2 is 100, not a multiple of 8", "Make it 104"),
         lambda: Net(100),
