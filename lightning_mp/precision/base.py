@@ -118,6 +118,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self._carried = Carried()
         self._step: GradientStep | None = None  # in progress
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no part in the run, and can be given to another Trainer."""
+        return {**vars(self), "_in_run": None, "_step": None}
+
     @property
     def _run(self) -> PluginRun:
         assert self._in_run is not None

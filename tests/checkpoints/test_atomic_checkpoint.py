@@ -273,7 +273,9 @@ def test_a_trainer_writes_the_same_file_as_without(plugin: bool, tmp_path: Path)
 
     ours, trainer = fit("ours", atomic=True)
     theirs, _ = fit("theirs", atomic=False)
-    assert ours.keys() == theirs.keys()
+    # The callback also resumes the positions of loaders, which Lightning's own checkpoints do not hold.
+    assert ours.keys() - theirs.keys() == (set() if plugin else {"lightning_mp_loaders_made_in"})
+    assert theirs.keys() <= ours.keys()
     assert all(
         torch.equal(a, b) for a, b in zip(ours["state_dict"].values(), theirs["state_dict"].values(), strict=True)
     )

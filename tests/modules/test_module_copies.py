@@ -24,6 +24,7 @@ from lightning_mp import (
     ChinchillaBudget,
     Float8Precision,
     GradientNoiseScale,
+    LossScaler,
     MasterWeightsPrecision,
     MFUMonitor,
     MicroBatchOnOOM,
@@ -221,6 +222,49 @@ class Spawned(Copied):
         return DataLoader(
             dataset, batch_size=2, num_workers=1, multiprocessing_context="spawn", collate_fn=self.collate
         )
+
+
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "AutocastPrecision": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=256.0)),
+    "Float8Precision": lambda: Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False),
+    "fp32": lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=256.0)),
+    "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda plugin: pickle.loads(pickle.dumps(plugin)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+
+
+class Plain(pl.LightningModule):
+    """It copies its plugin, in the middle of a fit, with whatever that holds."""
+
+    def __init__(self, make_copy: Callable[[Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.make_copy = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), make_copy
+        self.copies: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.copies.append(self.make_copy(self.trainer.precision_plugin))
+        loss: Tensor = self.layers(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_plugin_can_be_copied_in_a_fit_and_the_copy_fits(name: str, how: str) -> None:
+    ends, plugin = [], PLUGINS[name]()
+    for _ in range(2):
+        module = Plain(COPIES[how])
+        quiet_trainer(plugins=[plugin]).fit(module, DataLoader([torch.ones(16)] * 3, batch_size=1))
+        ends.append([p.detach().clone() for p in module.parameters()])
+        plugin = module.copies[1]
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.full

@@ -34,6 +34,8 @@ STRATEGIES: dict[str, tuple[Callable[[], Any], int]] = {
 PRECISIONS: dict[str, Callable[[], Any]] = {
     "fp16": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**24, growth_interval=4)),
     "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
+    "fp32 weights": lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=2.0**24, growth_interval=4)),
 }
 KILLED_LOADERS = ("shuffle", "generator", "workers", "workers that persist")
 EPOCHS = 4
