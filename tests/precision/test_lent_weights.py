@@ -68,6 +68,7 @@ def fit(module: pl.LightningModule, *, epochs: int = 2, plugin: Any = None, **se
 def fit_by_hand(module: Any, *, epochs: int = 2, window: int = 1, clip: float | None = None) -> list[Tensor]:
     loop, optimizer = LoopByHand(module), module.configure_optimizers()
     module.train()
+    getattr(optimizer, "train", lambda: None)()  # of schedule-free ones
     torch.manual_seed(7)
     for _ in range(epochs):
         for index, batch in enumerate(loader(module.data)):  # draws a number in each epoch
@@ -82,6 +83,7 @@ def fit_by_hand(module: Any, *, epochs: int = 2, window: int = 1, clip: float | 
                 optimizer.step()
                 loop.clear()
             module.on_train_batch_end(None, batch, index)
+    getattr(optimizer, "eval", lambda: None)()
     loop.autocast.detach()
     return weights(module)
 
@@ -316,6 +318,7 @@ def _packaged(package: str, name: str) -> Any:
 
 OPTIMIZERS |= {
     "lion": _packaged("lion_pytorch", "Lion"),
+    "schedule_free": _packaged("schedulefree", "AdamWScheduleFree"),
     "bitsandbytes_8bit": _packaged("bitsandbytes.optim", "AdamW8bit"),
 }
 
