@@ -1,8 +1,9 @@
 """LoRA: adapters in fp32 on a frozen base in 16 bit.
 
-When: the fp32 weights and moments of the model do not fit into memory. The frozen base takes 2 bytes per parameter; the
-adapters, their gradients and Adam's moments take 16 bytes per parameter, but they are few. Never train 16-bit weights
-without masters: small updates would be rounded away. (The plugin refuses trainable fp16 weights and warns about
+When: the fp32 weights and moments of the model do not fit into memory. The frozen base is in 16 bit and takes 2 bytes
+per parameter, 14 GB for 7 billion; left in fp32 it would take 28 GB, under this plugin and MasterWeightsPrecision
+alike. The adapters, their gradients and Adam's moments take 16 bytes per parameter, but they are few. Never train
+16-bit weights: small updates would be rounded away. (The plugin refuses trainable fp16 weights and warns about
 trainable bf16 weights.)
 
     python recipes/lora.py           # toy size, on any CPU, a few seconds

@@ -9,11 +9,12 @@ When: you fine-tune a Hugging Face model with `peft` and want to reload it with 
 
 Expected output (numbers vary):
 
-    base: 6,224 parameters in bfloat16, frozen; adapters: 4,352 in float32
+    base: 6,224 parameters in bfloat16, 12,448 bytes, frozen; adapters: 4,352 in float32
     trained from step 0 to step 120
     loss in fp32: 5.49 -> 0.17
     the merged and reloaded model generates the same: True
 
+The base is loaded in 16 bit, 2 bytes per parameter: in fp32 it would take 4, 28 GB instead of 14 GB for 7 billion.
 Checkpoints contain the adapters and the optimizer; `from_pretrained` loads the frozen base again. After a kill,
 `ExactResume` continues with the next batch. The adapters are merged in fp32, since adding them to 16-bit weights would
 round them. `merged/` is an ordinary transformers folder in safetensors format.
@@ -138,7 +139,8 @@ def main(model: str | None, file: Path | None, out: Path, kill_at: int | None) -
     tuned.merge_and_unload().save_pretrained(out / "merged")
     reloaded = AutoModelForCausalLM.from_pretrained(out / "merged", dtype=torch.float32).to(exact.device)
 
-    print(f"base: {sum(p.numel() for p in frozen):,} parameters in bfloat16, frozen;", end=" ")
+    print(f"base: {sum(p.numel() for p in frozen):,} parameters in bfloat16,", end=" ")
+    print(f"{sum(p.nbytes for p in frozen):,} bytes, frozen;", end=" ")
     print(f"adapters: {sum(p.numel() for p in trained):,} in float32")
     print(f"trained from step {module.first_step or 0} to step {trainer.global_step}")
     print(f"loss in fp32: {before:.2f} -> {after:.2f}")

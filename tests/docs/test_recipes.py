@@ -87,7 +87,9 @@ CLAIMS = {
     "muon_adamw": lambda matrices, others, loss, steps, before: (
         (matrices, others, steps) == (8, 7, 200) and loss < 2.7 < before
     ),
-    "peft_lora": lambda base, adapters, start, end, before, after: (start, end) == (0, 120) and after < 1 < before,
+    "peft_lora": lambda base, base_bytes, adapters, start, end, before, after: (
+        base_bytes == 2 * base and (start, end) == (0, 120) and after < 1 < before
+    ),
     "static_loss_scale": lambda low, subnormal, suggested, scale, skipped, steps, first, last, high, ended_after: (
         subnormal > 1 and suggested == scale > low and skipped == 0 and last < first / 2 and ended_after >= 20
     ),
