@@ -18,7 +18,7 @@ from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.core.saved_state import AMOUNT, ANY_NUMBER, COUNT, POSITIVE_COUNT, checked_state, listed_of
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds

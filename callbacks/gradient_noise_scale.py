@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._gradient_exponents import loss_scale_of
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core import private_loop_api
+from lightning_mp.core import private_trainer_api
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.host_copy import HostCopy
@@ -398,7 +398,7 @@ def _accumulates_locally(trainer: "pl.Trainer") -> bool:
     """Whether the gradients of this micro-batch are this rank's own after its backward, not reduced over ranks."""
     model = trainer.strategy.model
     is_ddp = isinstance(model, DistributedDataParallel)
-    return trainer.world_size == 1 or (is_ddp and private_loop_api.is_accumulating(trainer))
+    return trainer.world_size == 1 or (is_ddp and private_trainer_api.is_accumulating(trainer))
 
 
 def _weight(trainer: "pl.Trainer") -> float | Tensor:

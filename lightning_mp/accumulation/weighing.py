@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_mp.accumulation import window_weights
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, is_single_micro_batch_step
-from lightning_mp.core import private_api
+from lightning_mp.core import private_tensor_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.ranks import all_gathered
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -206,7 +206,7 @@ def _reference(items: float, most: float) -> float:
 
 
 def _versions(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
-    return {p: -1 if p.grad is None else private_api.version_of(p.grad) for p in parameters}
+    return {p: -1 if p.grad is None else private_tensor_api.version_of(p.grad) for p in parameters}
 
 
 @rank_zero_only
