@@ -340,8 +340,14 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Autocast, with the policy in force; only autocast after a run."""
         autocast = self._autocast
         if autocast is None:
-            return self._steps_after_a_run(loop)
-        return autocast.forward(autocast.dtype if loop == "train" else autocast.eval_dtype)
+            steps = self._steps_after_a_run(loop)
+        else:
+            steps = autocast.forward(autocast.dtype if loop == "train" else autocast.eval_dtype)
+        return steps if loop == "train" else self._evaluation_steps(steps)
+
+    def _evaluation_steps(self, steps: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """The context of an evaluation's steps, made of that of its forward."""
+        return steps
 
     def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
         raise NotImplementedError

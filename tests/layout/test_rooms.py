@@ -218,7 +218,7 @@ def test_only_the_seams_touch_private_names_of_lightning_and_torch():
 
 # -- what one reads to own a part: its file, those that it imports at module level, and theirs -------------------------
 
-MEAN_LINES, MONITOR_LINES = 5_000, 9_550
+MEAN_LINES, MONITOR_LINES = 5_000, 9_650
 PARTS = {
     name: module
     for module in MODULES
