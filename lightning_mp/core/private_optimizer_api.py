@@ -64,6 +64,12 @@ def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:
     return scaler._get_scale_async()
 
 
+def loss_scale_of(trainer: "pl.Trainer") -> Tensor | None:
+    """The present loss scale on its device; None in a run without, or before the first loss was scaled."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return grad_scaler_scale(scaler) if scaler is not None and scaler.is_enabled() else None
+
+
 def make_grad_scale(scaler: "GradScaler", device: torch.device) -> None:
     """Makes the scale tensor, which torch makes with the first loss that is scaled."""
     scaler._lazy_init_scale_growth_tracker(device)

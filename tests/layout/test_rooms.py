@@ -218,7 +218,9 @@ def test_only_the_seams_touch_private_names_of_lightning_and_torch():
 
 # -- what one reads to own a part: its file, those that it imports at module level, and theirs -------------------------
 
-MEAN_LINES, MONITOR_LINES = 5_000, 9_650
+MEAN_LINES, MONITOR_LINES = 5_000, 5_000
+# It has micro-batches counted in any run, and so puts the accumulation controller among the callbacks.
+MFU_MONITOR_LINES = 9_750
 PARTS = {
     name: module
     for module in MODULES
@@ -263,4 +265,5 @@ def test_a_part_can_be_owned_without_the_rest():
 
 @pytest.mark.parametrize("name", sorted(CALLBACKS_OF_MONITORS - {"_gradient_exponents"}))
 def test_a_monitor_can_be_owned_without_training(name):
-    assert lines_to_own([f"lightning_mp.callbacks.{name}"]) < MONITOR_LINES
+    most = MFU_MONITOR_LINES if name == "mfu_monitor" else MONITOR_LINES
+    assert lines_to_own([f"lightning_mp.callbacks.{name}"]) < most
