@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of, precision_name
+from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of
 from lightning_mp.core.cli_text import (
     print_json,
     print_paragraph,
@@ -59,9 +59,7 @@ def fill_memory(parser: argparse.ArgumentParser) -> None:
     step = parser.add_argument_group("step of a decoder")
     step.add_argument("--sequences", metavar="S", help="sequences per micro-batch (default 1)")
     step.add_argument("--context", metavar="T", dest="context_tokens", help="sequence length; default 4096")
-    parser.add_argument(
-        "--precision", type=precision_name, choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed"
-    )
+    parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -172,9 +170,9 @@ def _print_remedies(config: DecoderConfig, arguments: argparse.Namespace) -> Non
         (f"FSDP2Strategy on {_SHARDS} GPUs", MemoryLayout(shards), arguments.precision),
         ("both", MemoryLayout(shards, checkpointed=True), arguments.precision),
     ]
-    if arguments.precision in ("bf16-mixed", "bf16-masters"):
+    if arguments.precision in ("bf16-mixed", "bf16-true"):
         remainder = "MasterWeightsPrecision, storage remainder"
-        changes.insert(1, (remainder, MemoryLayout(), "bf16-remainder"))
+        changes.insert(1, (remainder, MemoryLayout(), "bf16-true+remainder"))
     rows = [(name, _needs(decoder_memory(config, to, precision=dtype, **step))) for name, to, dtype in changes]
     print("\nIf it does not fit:\n")
     print_table(("change", "GPU needs"), rows)

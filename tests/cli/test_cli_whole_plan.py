@@ -89,9 +89,8 @@ def test_every_layout_of_a_mixture_has_a_time(capsys):
 
 
 def test_layouts_show_memory_the_wire_and_the_largest_micro_batch(capsys):
-    words = f"plan {SMALL} --tokens 10B --device h100 --gpus 8 --context 1024 --precision bf16-masters"
+    words = f"plan {SMALL} --tokens 10B --device h100 --gpus 8 --context 1024 --precision bf16-true"
     first = content(capsys, words)["layouts"][0]
-    assert content(capsys, words.replace("bf16-masters", "bf16-true"))["layouts"][0] == first
     assert first["verdict"] == "fits"
     assert first["largest_micro_batch"] > 8
     assert first["inside_bytes"] > 0
@@ -231,7 +230,7 @@ def test_inference_beside_repeated_data_says_what_it_leaves_out(capsys):
 def test_memory_measures_a_module_and_draws_it(capsys, monkeypatch):
     Path("mine_for_memory.py").write_text(MODULE)
     monkeypatch.syspath_prepend(".")
-    words = "memory --module mine_for_memory:example --precision bf16-masters"
+    words = "memory --module mine_for_memory:example --precision bf16-true"
     found = content(capsys, words)
     assert found["end_of_forward"]["masters"] == 4 * (64 * 64 + 64 + 64 * 8 + 8)
     printed = output(capsys, f"{words} --plot step.svg").out

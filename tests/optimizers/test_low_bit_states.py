@@ -11,11 +11,13 @@ import torch
 import torch.distributed.tensor
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from optimizer_packages import PRECISIONS, Row, batches, fit
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from optimizer_packages import PRECISIONS, Net, Row, batches, fit
+from small_models import Regression, ResumableLoader, loader, quiet_trainer, regression_batches
+from torch.utils._pytree import tree_leaves
 
 from lightning_mp import MasterWeightsPrecision
 from lightning_mp.optimizers.low_bit_states import from_plain_tensors, to_plain_tensors
+from lightning_mp.precision.masters.split_parameters import SplitParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::DeprecationWarning")
 
@@ -38,6 +40,29 @@ def test_a_resume_takes_the_quantised_states(precision: str, tmp_path: Path) -> 
     assert states["state"][0]["exp_avg"]["tensors"]["codes"].dtype == torch.uint8
     resumed = fit(ADAMW_8BIT, precision, batches(), ckpt_path=tmp_path / "half.ckpt")
     assert all(map(torch.equal, resumed, straight))
+
+
+def test_24_bit_weights_and_8_bit_moments_are_7_bytes_per_parameter() -> None:
+    """A copy of 2, a rest of 1, a gradient of 2, and two moments of 1 with their scales."""
+    seen = []
+
+    class Counted(Net):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            if self.global_step == 0:
+                return
+            weights: list[Any] = list(self.parameters())
+            assert {type(weight) for weight in weights} == {SplitParameter}
+            rooms = {loan.memory.split for loan in self.trainer.precision_plugin._compressed.loans}
+            state = tree_leaves(to_plain_tensors([optimizer.state[p] for p in weights]))
+            kept = [*(p.grad for p in weights), *(room.high for room in rooms), *(room.rest for room in rooms)]
+            # Without torchao's tables of 256 numbers, one for each state, and counters of steps.
+            kept += [t for t in state if isinstance(t, torch.Tensor) and t.shape not in ((), (256,))]
+            seen.append(sum(t.nbytes for t in kept) / sum(p.numel() for p in weights))
+
+    plugin = MasterWeightsPrecision("bf16-true", storage="24bit")
+    quiet_trainer(plugins=[plugin]).fit(Counted(ADAMW_8BIT, None), ResumableLoader(batches()))
+    assert len(seen) > 2
+    assert seen == [pytest.approx(7 + 2 * 4 / 256, abs=0.01)] * len(seen)
 
 
 def test_only_classes_of_torchao_are_made_from_a_checkpoint() -> None:

@@ -49,7 +49,7 @@ def test_states_of_zero_are_those_of_its_first_figure():
     config = DecoderConfig(layers=36, width=4096, vocabulary=51200, gated=False, tied_head=True)
     layouts = [MemoryLayout(ParallelLayout(copies=64)), MemoryLayout(ParallelLayout(shards=64))]
     for layout, gigabytes in zip(layouts, (120, 1.9), strict=True):
-        parts = decoder_memory(config, layout, context_tokens=1, precision="16-masters").bytes_by_part
+        parts = decoder_memory(config, layout, context_tokens=1, precision="16-true").bytes_by_part
         states = sum(parts[name] for name in STATES)
         assert states / config.parameters * 7.5 == pytest.approx(gigabytes, rel=0.02)
 
@@ -88,8 +88,8 @@ def test_formulas_agree_with_the_measured_step_of_a_module():
     config = DecoderConfig(
         layers=2, width=WIDTH, heads=4, kv_heads=2, ffn_width=4 * WIDTH, vocabulary=VOCABULARY, gated=False
     )
-    formula = decoder_memory(config, sequences=4, context_tokens=32, precision="bf16-masters").bytes_by_part
-    estimate = estimate_memory(module, ids, precision="bf16-masters")
+    formula = decoder_memory(config, sequences=4, context_tokens=32, precision="bf16-true").bytes_by_part
+    estimate = estimate_memory(module, ids, precision="bf16-true")
     for part in STATES:
         largest = max(sample.bytes_by_part.get(part, 0) for sample in estimate.samples)
         assert formula[part] == pytest.approx(largest, rel=0.05)

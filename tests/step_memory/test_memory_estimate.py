@@ -47,7 +47,7 @@ def net():
 POLICY = {"op:norms": "fp32", "*.up": "fp32"}
 WITH_POLICY = {
     "bf16-mixed": lambda: AutocastPrecision("bf16-mixed", policy=POLICY),
-    "bf16-masters": lambda: MasterWeightsPrecision("bf16-true", policy=POLICY),
+    "bf16-true": lambda: MasterWeightsPrecision("bf16-true", policy=POLICY),
 }
 
 
@@ -58,10 +58,10 @@ def check(rows):
 
 
 QUICK = [
-    ("mlp", "bf16-remainder", "AdamW"),
-    ("mlp", "bf16-remainder", "fused AdamW"),  # fp32 gradients and whole masters for the step
-    ("mlp", "bf16-24bit", "fused AdamW"),
-    ("mlp", "bf16-masters", "fused AdamW"),
+    ("mlp", "bf16-true+remainder", "AdamW"),
+    ("mlp", "bf16-true+remainder", "fused AdamW"),  # fp32 gradients and whole masters for the step
+    ("mlp", "bf16-true+24bit", "fused AdamW"),
+    ("mlp", "bf16-true", "fused AdamW"),
     ("decoder", "bf16-mixed", "SGD with momentum"),
     ("checkpointed decoder", "bf16-mixed", "AdamW"),
     ("recurrent", "cached casts", "AdamW"),
@@ -124,9 +124,9 @@ ON_RANKS = {
     "ddp": [("decoder", "bf16-mixed", "AdamW"), ("adapters", "16-mixed", "RMSprop")],
     "fsdp2": [
         ("decoder", "bf16-mixed", "AdamW"),
-        ("tied decoder", "bf16-masters", "SGD with momentum"),
+        ("tied decoder", "bf16-true", "SGD with momentum"),
         ("batch norm", "fp8-mixed", "RMSprop"),
-        ("mlp", "bf16-remainder", "AdamW"),
+        ("mlp", "bf16-true+remainder", "AdamW"),
     ],
 }
 
@@ -266,7 +266,7 @@ class Hooked(BoringModel):
     ("precision", "module", "frees"),
     [
         ("bf16-mixed", BoringModel, True),
-        ("bf16-masters", BoringModel, True),
+        ("bf16-true", BoringModel, True),
         (AutocastPrecision("bf16-mixed"), BoringModel, True),
         (MixedPrecision("bf16-mixed", "cpu"), BoringModel, False),
         ("32-true", BoringModel, False),
@@ -321,7 +321,7 @@ def test_checkpoints_save_activations_and_a_fused_step_has_no_temporaries():
 def test_a_model_on_the_meta_device_takes_no_memory_and_does_not_change():
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(50_000, 50_000), nn.ReLU(), nn.Linear(50_000, 10))
-    estimate = estimate_memory(module, torch.empty(8, 50_000, device="meta"), precision="bf16-masters", optimizer="SGD")
+    estimate = estimate_memory(module, torch.empty(8, 50_000, device="meta"), precision="bf16-true", optimizer="SGD")
     assert estimate.end_of_forward.bytes_by_part["masters"] == 4 * (50_000 * 50_011 + 10)
     assert module[0].weight.grad is None
     assert module[0].weight.dtype == torch.float32
@@ -383,7 +383,7 @@ def test_an_lstm_is_estimated_for_a_gpu_only():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-masters"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_a_hugging_face_mixture_of_experts_is_estimated(precision, device_type):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 211}
@@ -393,4 +393,4 @@ def test_a_hugging_face_mixture_of_experts_is_estimated(precision, device_type):
         model = MixtralForCausalLM(config)
     estimate = estimate_memory(model, {"input_ids": ids, "labels": ids}, precision=precision, device_type=device_type)
     elements = sum(p.numel() for p in model.parameters())
-    assert estimate.samples[-1].bytes_by_part["gradients"] == (2 if precision == "bf16-masters" else 4) * elements
+    assert estimate.samples[-1].bytes_by_part["gradients"] == (2 if precision == "bf16-true" else 4) * elements

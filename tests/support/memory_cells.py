@@ -23,12 +23,12 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),
     # At a scale of 1 no step is skipped, so that optimizer states are there.
     "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1.0)),
-    "bf16-masters": lambda: MasterWeightsPrecision("bf16-true"),
-    "bf16-remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "bf16-true": lambda: MasterWeightsPrecision("bf16-true"),
+    "bf16-true+remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
     "fp8-mixed": lambda: Float8Precision(skip_small=False),
 }
 OTHERS: dict[str, Callable[[], Any]] = {
-    "bf16-24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
+    "bf16-true+24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     "32-true": lambda: None,
     "cached casts": lambda: AutocastPrecision("bf16-mixed", cache_weights=True),
     "fp32_gradients": lambda: MasterWeightsPrecision("bf16-true", fp32_gradients=True),

@@ -125,7 +125,7 @@ def decoder_memory(
         >>> config = DecoderConfig(layers=36, width=4096, vocabulary=51200, gated=False, tied_head=True)
         >>> for layout in (ParallelLayout(copies=64), ParallelLayout(shards=64)):
         ...     parts = decoder_memory(
-        ...         config, MemoryLayout(layout), context_tokens=1, precision="16-masters"
+        ...         config, MemoryLayout(layout), context_tokens=1, precision="16-true"
         ...     ).bytes_by_part
         ...     states = sum(parts[name] for name in ("weights", "gradients", "masters", "optimizer states"))
         ...     print(round(states / config.parameters, 2))

@@ -164,8 +164,6 @@ class CompressedWeights(LentWeights):
         return loan if isinstance(loan, SplitLoan) else None
 
     def _make_loan(self, parameter: nn.Parameter) -> Loan:
-        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
-            return super()._make_loan(parameter)  # a subclass stays fp32
         return SplitLoan(parameter, parameter.detach().to(self._dtype))
 
     def _forget(self, loan: Loan) -> None:
