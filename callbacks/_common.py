@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.resume.resumable_progress import ResumableProgress
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 

@@ -138,6 +138,9 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         ([1.0, 1.0], 2.0)
     """
 
+    #: An overflow that one rank finds is an overflow on all ranks, also where gradients are sharded.
+    decides_on_all_ranks = True
+
     def __init__(
         self,
         device: str | None = None,

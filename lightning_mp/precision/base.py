@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.checkpoints.former_masters import take_masters, warn_about_rounded_weights
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 from lightning_mp.core.bar_messages import keep_messages_off_the_bar
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import namespace_hint
@@ -201,7 +201,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._warn_if_nothing_trains(optimizers)
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
-                private_api.forget_optimizers(self.scaler)
+                private_optimizer_api.forget_optimizers(self.scaler)
                 run.backwards = ScaledBackwards.of(run.trainer, self, self.scaler)
             run.ends.callback(register_optimizer_step_pre_hook(self._notice_step).remove)  # also of inner optimizers
             run.dispatcher = StepOutcomeDispatcher(run.trainer, run.trainer.lightning_module).attach(optimizers)
@@ -342,8 +342,14 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Autocast, with the policy in force; only autocast after a run."""
         autocast = self._autocast
         if autocast is None:
-            return self._steps_after_a_run(loop)
-        return autocast.forward(autocast.dtype if loop == "train" else autocast.eval_dtype)
+            steps = self._steps_after_a_run(loop)
+        else:
+            steps = autocast.forward(autocast.dtype if loop == "train" else autocast.eval_dtype)
+        return steps if loop == "train" else self._evaluation_steps(steps)
+
+    def _evaluation_steps(self, steps: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """The context of an evaluation's steps, made of that of its forward."""
+        return steps
 
     def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -463,7 +469,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         left: GradientsBeforeBackward = {}
         if run is not None:
             left, run.gradients_before_backward = run.gradients_before_backward, left
-        if private_api.has_stepped(self.scaler):
+        if private_optimizer_api.has_stepped(self.scaler):
             update_scale(self.scaler, run.trainer.optimizers if run is not None else [], left)
 
     # -- clipping ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.core import private_dispatch_api, private_sharding_api
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.messages import ABOUT_DTYPES
 from lightning_mp.core.patches import Patch, Patches
@@ -340,7 +340,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         module = self._run.trainer.lightning_module
         is_trusted = loop == "train" and module.automatic_optimization and self._step is None
         # torch.compile(LightningModule) compiles steps, and what these call is no call of a module any more.
-        whole = lent.lending(module) if private_api.has_compiled_steps(module) else nullcontext()
+        whole = lent.lending(module) if private_dispatch_api.has_compiled_steps(module) else nullcontext()
         with lent.opened(trusted=is_trusted), whole:
             yield
 
