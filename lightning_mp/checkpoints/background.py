@@ -139,7 +139,7 @@ def copy_to_host(state: Any) -> Any:
 
 def _write(state: dict[str, Any], rest: bytes, path: Path, group: dist.ProcessGroup) -> None:
     """What the threads of all ranks do together. All of them end alike: without an error, or with one."""
-    from torch.distributed.checkpoint import save  # brings seventy modules of torch along
+    from torch.distributed.checkpoint.state_dict_saver import save  # brings seventy modules of torch along
 
     temporary = temporary_path(path)
 

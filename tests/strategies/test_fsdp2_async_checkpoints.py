@@ -371,11 +371,11 @@ def test_single_files_are_refused() -> None:
 
 def test_a_torch_without_gloo_is_refused() -> None:
     def on_rank(rank: int) -> str:
+        trainer = quiet_trainer(devices=1, strategy=fsdp2("net.0", async_checkpoints=True))
         with (
             patch.object(process_groups.dist, "is_gloo_available", lambda: False),
             pytest.raises(MisconfigurationException) as caught,
         ):
-            trainer = quiet_trainer(devices=1, strategy=fsdp2("net.0", async_checkpoints=True))
             trainer.fit(Regression(), [])
         return str(caught.value)
 
