@@ -127,9 +127,14 @@ def copy_to_host(state: Any) -> Any:
         {'weight': tensor([0.]), 'betas': [0.9, 0.95]}
     """
     if isinstance(state, Tensor):
-        # Not to("cpu", copy=True): torchao's subclasses ignore `copy`, and would share the optimizer's memory.
-        tensor = state.detach()
-        return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+        tensor: Any = state.detach()
+        if not hasattr(tensor, "__tensor_flatten__"):
+            return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
+        # DTensors and quantised states, part by part: torchao's cannot be cloned, and DTensor.from_local would move the
+        # copy back to the device of its mesh.
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: copy_to_host(getattr(tensor, name)) for name in names}
+        return type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
     if isinstance(state, dict):
         return {key: copy_to_host(value) for key, value in state.items()}
     if type(state) in (list, tuple):
