@@ -206,6 +206,32 @@ def test_one_is_written_at_a_time_and_the_wait_is_said_once(tmp_path: Path) -> N
     assert len(list(tmp_path.glob("*.ckpt"))) == 4
 
 
+@pytest.mark.parametrize("plugin", [fp16, masters])
+def test_ranks_copy_their_parts_of_12_bytes_per_parameter_or_14_with_masters(plugin: Any, tmp_path: Path) -> None:
+    """As docs/fsdp2.md says of AdamW; buffers and counters of steps come on top."""
+
+    def on_rank(rank: int) -> tuple[int, int]:
+        copied = 0
+        copy_to_host = background.copy_to_host
+
+        def copy(state: Any) -> Any:
+            nonlocal copied
+            if isinstance(state, torch.Tensor) and not hasattr(state, "__tensor_flatten__") and state.dim():
+                copied += state.nbytes
+            return copy_to_host(state)
+
+        module = model()
+        with patch.object(background, "copy_to_host", copy):
+            saved = SavedAt(tmp_path, (2,))
+            train(rank, 2, fsdp2(async_checkpoints=True), module=module, plugin=plugin(), steps=2, callbacks=[saved])
+        expected = sum(p.numel() * {torch.float32: 12, torch.bfloat16: 14}[p.dtype] for p in module.parameters())
+        return copied - sum(buffer.nbytes for buffer in module.buffers()), expected
+
+    copied, expected = zip(*run_same_ranks(on_rank, 2), strict=True)
+    assert sum(copied) == expected[0]
+    assert max(copied) < 1.1 * min(copied)
+
+
 @pytest.mark.parametrize("broken", ["write of rank 1", "rename of rank 0"])
 def test_a_failed_write_ends_training_in_the_same_step_on_all_ranks(broken: str, tmp_path: Path) -> None:
     class Removes(SavedAt):
