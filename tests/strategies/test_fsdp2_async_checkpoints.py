@@ -208,7 +208,7 @@ def test_one_is_written_at_a_time_and_the_wait_is_said_once(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("plugin", [fp16, masters])
 def test_ranks_copy_their_parts_of_12_bytes_per_parameter_or_14_with_masters(plugin: Any, tmp_path: Path) -> None:
-    """As docs/fsdp2.md says of AdamW; buffers and counters of steps come on top."""
+    """As docs/fsdp2.md says of AdamW: weights, two moments, and masters; tied weights once for each name."""
 
     def on_rank(rank: int) -> tuple[int, int]:
         copied = 0
@@ -224,8 +224,8 @@ def test_ranks_copy_their_parts_of_12_bytes_per_parameter_or_14_with_masters(plu
         with patch.object(background, "copy_to_host", copy):
             saved = SavedAt(tmp_path, (2,))
             train(rank, 2, fsdp2(async_checkpoints=True), module=module, plugin=plugin(), steps=2, callbacks=[saved])
-        expected = sum(p.numel() * {torch.float32: 12, torch.bfloat16: 14}[p.dtype] for p in module.parameters())
-        return copied - sum(buffer.nbytes for buffer in module.buffers()), expected
+        states = sum(p.numel() * {torch.float32: 8, torch.bfloat16: 12}[p.dtype] for p in module.parameters())
+        return copied, states + sum(weight.numel() * weight.element_size() for weight in module.state_dict().values())
 
     copied, expected = zip(*run_same_ranks(on_rank, 2), strict=True)
     assert sum(copied) == expected[0]
