@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # a later step reads what an earlier one wrote, and two of them would fight for the cores
 .NOTPARALLEL:
-.PHONY: help install demo test test-full soak mutants lint format notebooks docs drawings bench bench-gpu evidence clean
+.PHONY: help install demo test test-full soak mutants lint format notebooks docs drawings bench bench-gpu evidence results-check clean
 
 help:
 	@echo "make demo        train the demo; options in ARGS, for instance ARGS='--precision 16-mixed'"
@@ -41,6 +41,7 @@ help:
 	@echo "make bench       what it costs beside stock Lightning and a plain loop, into docs/results (5 minutes)"
 	@echo "make bench-gpu   the GPU benchmark, into docs/results; PYTHON_BENCH=python3 needs no .venv"
 	@echo "make evidence    paired runs in every precision, into docs/results (an hour); ARGS=--quick: minutes"
+	@echo "make results-check  a small cell of each page of docs/results again, beside its stated range (minutes)"
 	@echo "make clean       remove .venv, caches and builds"
 	@echo "TORCH=2.11.0     with any of these: that release of torch, in .venv-torch-2.11.0 (8 GB)"
 	@echo "LIGHTNING=2.7.0  with any of these: that release of Lightning, in .venv-lightning-2.7.0"
@@ -102,6 +103,10 @@ bench-gpu: $(if $(filter $(RUN),$(PYTHON_BENCH)),$(INSTALLED))
 evidence: $(INSTALLED)
 	@$(RUN) -c "import sklearn" 2>/dev/null || $(RUN) -m pip install --quiet --constraint constraints.txt scikit-learn || true
 	$(RUN) scripts/evidence.py $(ARGS)
+
+# provenance and figures of docs/results, and a small cell of each page run again
+results-check: $(INSTALLED)
+	PYTHONPATH=tests/support:tests/benchmarks $(RUN) tests/benchmarks/results_check.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-torch-* .venv-lightning-* $(VENV) build dist docs/api ./*.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.core import private_api, private_loop_api
-from lightning_mp.core.bar_messages import keep_messages_off_the_bar
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 
@@ -58,7 +57,10 @@ class CallbackMetrics(Callback):
             metrics = cls()
             run.place_callback(metrics, "before checkpoints")
             Patches.of(trainer).at_end(lambda: run.remove_callback(metrics))
-            keep_messages_off_the_bar(trainer)
+            if trainer.progress_bar_callback is not None:
+                from lightning_mp.core.bar_messages import keep_messages_off_the_bar  # of use beside a bar only
+
+                keep_messages_off_the_bar(trainer)
         return metrics
 
     def add(self, metrics: Metrics, on_bar: Metrics | None = None) -> None:

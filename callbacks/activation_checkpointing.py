@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.activation_checkpointing.cost import RecomputeReport, StepCost
 from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
 from lightning_mp.core.arguments import whole_number
@@ -159,7 +160,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Prints what was counted."""
         cost = self._checkpointed.end_counting() if self._checkpointed is not None else None
-        if self._checkpointed is None or cost is None:
+        if self._checkpointed is None or cost is None or RunningParts.of(trainer).is_repeated:
             return
         self._checkpointed.is_counted = True
         self.report = cost.report()

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
-from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.partial_state import warn_about_lost_gradient
+from lightning_mp.accumulation.lost_gradient import warn_about_lost_gradient
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
@@ -257,8 +256,8 @@ class ExactResume(SettingsRepr, Callback):
 
     def _warn_inside_window(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> None:
         """Of the Trainer's own windows nobody else knows; AccumulationScheduler keeps the gradient of its, or warns."""
-        controller, planned = AccumulationController.of(trainer), trainer.accumulate_grad_batches
-        if controller is not None and not controller.settings.follows_trainer:
+        planned = trainer.accumulate_grad_batches
+        if type(planned) is not int:  # the scheduler's answer to Lightning's two questions
             return
         batches = progress["epoch_loop.batch_progress"]
         position = 0 if batches["is_last_batch"] else batches["current"]["processed"] % planned

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._gradient_exponents import loss_scale_of
 from lightning_mp.callbacks._metrics import CallbackMetrics
+from lightning_mp.core import private_loop_api
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.host_copy import HostCopy
@@ -61,6 +62,7 @@ class _Fit:
     shifts_labels: bool | None = None  # None before the first batch
     tokens_are_samples: bool | None = None  # the same
     samples: int | None = 0  # of the current micro-batch; None if they cannot be counted
+    is_booked: bool = False  # it is in the window
     tokens: float | Tensor = 0.0
     has_reported: bool = False  # why there is no estimate
 
@@ -188,6 +190,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
     ) -> None:
         """Counts its samples and tokens."""
         assert self._fit is not None
+        self._fit.is_booked = False
         self._fit.samples = self._count_samples(self._fit, batch)
         self._fit.tokens = self._count_tokens(self._fit, pl_module, batch)
 
@@ -233,6 +236,12 @@ class GradientNoiseScale(SettingsRepr, Callback):
         window = fit.window
         if window is None or fit.samples == 0:
             return
+        if fit.is_booked:  # a part of a split micro-batch after the first, or of an earlier one that is done again
+            if fit.norms_in_backward and window.micro_batches == 1:
+                window.is_countable = False
+                _report(fit, "the only micro-batch of a step is split, and its gradient is reduced over ranks at once.")
+            return
+        fit.is_booked = True
         window.is_countable &= fit.samples is not None
         if not window.micro_batches and _is_available(fit):
             stepped = _stepped(trainer)
@@ -240,7 +249,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
             fit.norms_in_backward = not is_own_afterwards or any(p.grad is not None for p in stepped)
             if fit.norms_in_backward:
                 fit.handles = [p.register_hook(window.add_norm) for p in stepped if p.requires_grad]
-        window.add(fit.samples or 1, fit.tokens, _weight(trainer))
+        window.add(fit.samples or 1, fit.tokens)
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the small norm."""
@@ -250,6 +259,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         window = fit.window
         if window is None or window.micro_batches != 1 or window.small_square is not None or not _is_available(fit):
             return
+        window.first_weight = _weight(trainer)
         seen = [parameter for parameter in _stepped(trainer) if parameter.grad is not None]
         if fit.is_sharded and not seen:
             _report(
@@ -385,11 +395,10 @@ def _stepped(trainer: "pl.Trainer") -> list[Tensor]:
 
 
 def _accumulates_locally(trainer: "pl.Trainer") -> bool:
-    """Whether the gradients of the next backward are this rank's own when it ends, not reduced over ranks."""
+    """Whether the gradients of this micro-batch are this rank's own after its backward, not reduced over ranks."""
     model = trainer.strategy.model
-    return trainer.world_size == 1 or (
-        isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync
-    )
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return trainer.world_size == 1 or (is_ddp and private_loop_api.is_accumulating(trainer))
 
 
 def _weight(trainer: "pl.Trainer") -> float | Tensor:

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_api
@@ -41,7 +42,6 @@ class _Fit:
     """What is under way in one fit; what was measured is the monitor's."""
 
     trainer: "pl.Trainer"
-    is_on_cpu: bool
     uncounted_batches: int  # that come before the one whose operations are counted
     tally: FlopTally | None = None  # while they are
     is_settled: bool = False  # it is known what a token costs
@@ -183,7 +183,6 @@ class MFUMonitor(SettingsRepr, Callback):
         # The first micro-batch of a pipeline goes through the stages once more, to show them shapes.
         self._fit = _Fit(
             trainer,
-            is_on_cpu=trainer.strategy.root_device.type == "cpu",
             uncounted_batches=1 if is_pipelined(trainer) else 0,
         )
         self.flop_count = None
@@ -253,8 +252,8 @@ class MFUMonitor(SettingsRepr, Callback):
             fit.tally = FlopTally().__enter__()
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """The first micro-batch is counted."""
-        if self._fit is not None and self._fit.tally is not None:
+        """The first micro-batch is counted, unless attempts that failed are among its operations."""
+        if self._fit is not None and self._fit.tally is not None and not RunningParts.of(trainer).is_repeated:
             self.flop_count = self._fit.tally.count
             self._fit.stop_counting()
 
@@ -331,8 +330,6 @@ class MFUMonitor(SettingsRepr, Callback):
             fit.uncounted_batches = max(0, fit.uncounted_batches - 1)
         if self._controller.is_open:
             return
-        if fit.is_on_cpu:
-            self._controller.counter.flush_pending()  # nothing to wait for
         if fit.changes is not None and fit.changes.any:
             self._read(fit, fit.changes)
 

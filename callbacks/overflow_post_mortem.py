@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
@@ -172,8 +173,21 @@ class OverflowPostMortem(SettingsRepr, Callback):
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Keeps the scaled and weighted loss, on its device."""
-        if trainer.global_step in self._fit.windows:
-            self._fit.windows[trainer.global_step][-1].scaled_loss = loss.detach()
+        window = self._fit.windows.get(trainer.global_step)
+        if window is None:
+            return
+        running = RunningParts.of(trainer)
+        if running.part is not None:
+            self._keep_part(window, running)
+        window[-1].scaled_loss = loss.detach()
+
+    def _keep_part(self, window: list[MicroBatch], running: RunningParts) -> None:
+        """Parts of a split micro-batch are replayed one by one; they are kept in place of it."""
+        assert running.random_state is not None
+        is_first = running.index == 0
+        divisor = window[-1].divisor
+        window[:] = [one for one in window if one.batch_idx != running.batch_idx or not is_first]
+        window.append(MicroBatch(running.part, running.batch_idx, running.random_state, divisor))
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int

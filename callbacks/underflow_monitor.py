@@ -242,18 +242,17 @@ class UnderflowMonitor(SettingsRepr, Callback):
         ).attach()
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """Watches the backward of an observed step; from here on forwards are recomputations."""
+        """Watches the backward of an observed step."""
         if self.needs_gradients(trainer.global_step):
-            self._fit.backwards = self._backwards(pl_module).attach(loss)
+            self._fit.backwards = backwards = self._backwards(pl_module)
+            backwards.detach()  # of the part of a split micro-batch before
+            backwards.attach(loss)
         if self._fit.hooks is not None:
-            self._fit.hooks.in_backward = True
             # The plugin may have changed it before the end of the batch.
             self._fit.scale_now = self._judged_scale(loss_scale_of(trainer), pl_module.device)
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last observation: the device, busy with this backward, finished it long ago."""
-        if self._fit.hooks is not None:
-            self._fit.hooks.in_backward = False
         if self._fit.backwards is not None:
             self._fit.backwards.detach()
         if self._fit.pending is not None and self._fit.pending.step_index < trainer.global_step:

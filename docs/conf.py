@@ -6,7 +6,9 @@ Where there is no network those links are left out, unless DOCS_INVENTORIES=requ
 
 import os
 import re
+import sys
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -32,6 +34,12 @@ def answers(site: str) -> bool:
     except OSError:
         return False
 
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from figures import drifted  # noqa: E402
+
+if pages := drifted():
+    raise SystemExit(f"{', '.join(pages)}: a figure is not that of docs/results. Run python scripts/figures.py.")
 
 REQUIRED = os.environ.get("DOCS_INVENTORIES") == "required"
 

@@ -122,13 +122,13 @@ def bit_layouts() -> Drawing:
 
 def master_weights() -> Drawing:
     """One step of MasterWeightsPrecision, and what is stored between two of them."""
-    picture = Drawing(840, 330, "One training step with 16-bit working weights and fp32 master weights")
-    picture.box(20, 40, 160, 60, BLUE, "working weights|16 bit")
+    picture = Drawing(840, 330, "One training step with 16-bit copies of fp32 weights")
+    picture.box(20, 40, 160, 60, BLUE, "lent copies|16 bit")
     picture.box(240, 40, 160, 60, GREY, "forward, backward|16 bit")
     picture.box(460, 40, 160, 60, BLUE, "gradients|16 bit")
     picture.box(460, 150, 160, 60, ORANGE, "gradients, fp32|unscaled, clipped")
     picture.box(240, 150, 160, 60, ORANGE, "optimizer step|fp32")
-    picture.box(20, 150, 160, 60, ORANGE, "master weights|fp32")
+    picture.box(20, 150, 160, 60, ORANGE, "parameters|fp32")
     picture.box(660, 150, 160, 60, ORANGE, "moments|fp32")
     picture.arrow((180, 70), (238, 70))
     picture.arrow((400, 70), (458, 70))
@@ -137,16 +137,16 @@ def master_weights() -> Drawing:
     picture.arrow((240, 180), (182, 180))
     picture.arrow((740, 210), (740, 230), (320, 230), (320, 212))
     picture.arrow((100, 150), (100, 102))
-    picture.words(108, 130, "round to 16 bit", size=12)
+    picture.words(108, 130, "cast once per window", size=12)
     picture.words(548, 130, "copied for the step only", size=12)
     picture.words(
-        20, 262, 'storage="remainder": a master is its bf16 weight plus 16 more bits, so 2 bytes instead of 4', size=12
+        20, 262, 'storage="remainder": between steps a weight is its bf16 copy and the 16 bits that it lacks', size=12
     )
     for index in range(32):
         picture.box(20 + 16 * index, 274, 16, 24, BLUE if index < 16 else PURPLE)
-    picture.words(148, 316, "working weight, bf16", size=12, anchor="middle")
+    picture.words(148, 316, "copy, bf16", size=12, anchor="middle")
     picture.words(404, 316, "remainder", size=12, anchor="middle")
-    picture.words(545, 291, "= fp32 master, to the last bit", size=12)
+    picture.words(545, 291, "= fp32 weight, to the last bit", size=12)
     return picture
 
 

@@ -18,6 +18,7 @@ import json
 import math
 import platform
 import shlex
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -55,13 +56,13 @@ PRECISIONS = (
     "32-true",
     "lightning:bf16-mixed",
     "bf16-mixed",
-    "bf16-masters",
-    "bf16-remainder",
+    "bf16-true",
+    "bf16-true+remainder",
     "16-mixed",
     "fp8-tensorwise",
     "fp8-mixed",
 )
-MASTERS_OF_24_BITS = ("32-true", "bf16-masters", "bf16-24bit")
+MASTERS_OF_24_BITS = ("32-true", "bf16-true", "bf16-true+24bit")
 #: torchao quantises moments of at least 4,096 elements: here those of all matrices but the attention's last.
 LOW_BIT_PARAMETERS = 100_000
 ADAPTER_RANK = 4
@@ -210,7 +211,7 @@ def masters_of_24_bits_part(sizes: Sizes, out: Path) -> dict[str, Any]:
     """
     precisions: dict[str, Any] = {name: name for name in MASTERS_OF_24_BITS}
     if find_spec("torchao") is not None:
-        precisions["bf16-24bit, 8-bit moments"] = lambda: LowBitMoments("bf16-true", storage="24bit")
+        precisions["bf16-true+24bit, 8-bit moments"] = lambda: LowBitMoments("bf16-true", storage="24bit")
     shape = config_for_parameters(max(sizes.params, LOW_BIT_PARAMETERS))
     make_module, make_data = short_runs(
         load_standard_library(), shape, sizes.steps, sizes.batch_size, fused=False, module=LowBitModel
@@ -316,6 +317,7 @@ def run_parts(parts: list[str], sizes: Sizes, out: Path, *, quick: bool, command
             "sizes": asdict(sizes),
             "limits": what_is_small(sizes, quick=quick),
             "command": command,
+            "commit": commit(),
             "date": datetime.now(UTC).date().isoformat(),
             "machine": machine(),
             "versions": {"python": platform.python_version(), **installed("torchao", "scikit-learn")},
@@ -337,6 +339,13 @@ def installed(*packages: str) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
+
+
+def commit() -> str:
+    """The commit of this clone; "unknown" outside of one."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def machine() -> str:

@@ -16,7 +16,11 @@ def write_page(out: Path, page: Path, parts: Collection[str]) -> None:
     """
     found = {part: json.loads(file.read_text()) for part in parts if (file := out / f"{part}.json").is_file()}
     lines = ["# Quality of each precision, in paired runs", ""]
+    commits = ", ".join(dict.fromkeys(str(facts.get("commit", "unknown")) for facts in found.values()))
     lines += [
+        f"Made by `python scripts/evidence.py` at commit `{commits}`; command, machine and versions of each part are"
+        " below.",
+        "",
         "Written by `scripts/evidence.py`. How to read it: [Compare precisions](../compare.md). All of it ran on a",
         "CPU, with fp8 emulated; nothing here has been measured on a GPU.",
         "",

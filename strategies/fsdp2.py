@@ -79,7 +79,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     that matches becomes a unit: its weights are gathered before its forward and freed after it. All other weights are
     gathered for the whole step. All parameters become DTensors.
 
-    Precision comes from the plugin, see :func:`~lightning_mp.strategies.fsdp2_model.gathered_dtypes`: with
+    Precision comes from the plugin, see :func:`~lightning_mp.policy.gathered_dtypes.gathered_dtypes`: with
     ``*-mixed`` weights that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every
     operation has the same dtypes as on one device. Gradients are reduced in fp32, and buffers are not cast. All ranks
     start from the weights of rank 0, and keep its running statistics, as under DDP.

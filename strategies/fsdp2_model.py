@@ -21,79 +21,12 @@ from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units
 from lightning_mp.distributed.sharding_rules import refuse_half_tied_units
 from lightning_mp.modules.forward_wrapper import class_forward
 from lightning_mp.modules.names import is_inside, named_modules
-from lightning_mp.policy.operations import FAMILIES, operation_of_module
-from lightning_mp.policy.policy import PrecisionPolicy
-from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
-from lightning_mp.policy.rules import LOW, Dtype, Rule, dtype_name
+from lightning_mp.policy.gathered_dtypes import gathered_dtypes, gathered_of_masters
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
 #: Methods of a LightningModule that begin with a forward.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# Matrix products that are no modules of torch: a linear layer with its weight the other way round.
-_PRODUCTS = ("transformers.pytorch_utils.Conv1D",)
-
-
-def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch.dtype) -> ResolvedPolicy:
-    """Weights that autocast would cast to 16 bit at their use are gathered so; all others in fp32.
-
-    Linear and convolutional layers come in 16 bit, norms, embeddings and modules that torch does not know in fp32: what
-    they compute is then the same as on one device, where nothing is gathered. A policy rule about a module takes
-    precedence: ``{"class:Embedding": "low"}`` halves the bytes of embeddings and rounds them. Norms stay in fp32 under
-    such a rule, because their kernels refuse 16-bit weights with fp32 inputs. A weight that several modules share is
-    gathered in fp32 unless all of them use 16 bit.
-
-    >>> model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
-    >>> [(m.name, m.dtype) for m in gathered_dtypes(model, None, torch.bfloat16).modules if m.has_parameters]
-    [('0', torch.float32), ('1', 'low')]
-    """
-    resolved = policy.resolve(model) if policy is not None else None
-    decided = {module.name: module for module in resolved.modules} if resolved is not None else {}
-    by_parameter: dict[int, list[str]] = {}
-    dtypes: dict[str, Dtype] = {}
-    modules: dict[str, nn.Module] = {}
-    for name, module in named_modules(model):
-        if any(module is other for other in modules.values()):
-            continue
-        modules[name] = module
-        ruled = decided.get(name)
-        if resolved is not None and ruled is not None and resolved.deciding_rule(ruled) is not None:
-            asked = resolved.compute_dtype(ruled)
-            dtypes[name] = torch.float32 if asked == LOW and _is_norm(module) else asked
-        else:
-            dtypes[name] = LOW if _is_product(module) else torch.float32
-        for parameter in module.parameters(recurse=False):
-            by_parameter.setdefault(id(parameter), []).append(name)
-    for names in by_parameter.values():
-        if len({dtypes[name] for name in names}) > 1:
-            for name in names:
-                dtypes[name] = torch.float32
-    wanted = list(dict.fromkeys(dtypes.values()))
-    rules = tuple(Rule("module", "*", dtype, f"weights in {dtype_name(dtype)}") for dtype in wanted)
-    found = tuple(
-        PolicyModule(
-            name,
-            type(module).__name__,
-            None,
-            next(module.parameters(recurse=False), None) is not None,
-            wanted.index(dtypes[name]),
-            dtypes[name],
-        )
-        for name, module in modules.items()
-    )
-    return ResolvedPolicy(rules, found, {})
-
-
-def _is_product(module: nn.Module) -> bool:
-    operation = operation_of_module(module)
-    if operation is not None:
-        return operation in FAMILIES["matmuls"]
-    return any(f"{kind.__module__}.{kind.__qualname__}" in _PRODUCTS for kind in type(module).__mro__)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    operation = operation_of_module(module)
-    return operation is not None and operation not in FAMILIES["matmuls"]
 
 
 def shard_model(
@@ -150,8 +83,8 @@ def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precis
         low = None  # what is gathered in 16 bit could not be evaluated in fp32
     if low is not None and precision.endswith("-mixed"):
         return sharding_units(gathered_dtypes(module, policy, low), names, low)
-    if low is not None and policy is not None:
-        return sharding_units(policy.resolve(module), names, low)
+    if low is not None and hasattr(plugin, "storage"):  # fp32 shards are the masters
+        return sharding_units(gathered_of_masters(module, policy, low), names, low)
     in_own_dtype = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     inner_first = sorted(names, key=lambda name: -(name.count(".") + 1 if name else 0))
     return [ShardingUnit((name,), in_own_dtype) for name in inner_first]

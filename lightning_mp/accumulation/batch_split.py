@@ -66,27 +66,31 @@ def num_samples(batch: Any) -> int:
     return count
 
 
-def microbatch_bounds(samples: int, size: int) -> list[tuple[int, int]]:
+def microbatch_bounds(samples: int, size: int, least: int = 1) -> list[tuple[int, int]]:
     """Start and stop of as few and as even microbatches as possible, none larger than ``size``.
+
+    None of them is smaller than ``least``, if need be by making them larger.
 
     >>> microbatch_bounds(9, 4)
     [(0, 3), (3, 6), (6, 9)]
     >>> microbatch_bounds(5, 4)
     [(0, 3), (3, 5)]
+    >>> microbatch_bounds(5, 2, least=2)
+    [(0, 3), (3, 5)]
     """
-    num_microbatches = -(-samples // size)
+    num_microbatches = max(min(-(-samples // size), samples // least), 1)
     small, larger = divmod(samples, num_microbatches)
     stops = [small * (index + 1) + min(index + 1, larger) for index in range(num_microbatches)]
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
-def split_batch(batch: Any, size: int) -> list[Microbatch]:
-    """Splits a batch into microbatches of at most ``size`` samples.
+def split_batch(batch: Any, size: int, least: int = 1) -> list[Microbatch]:
+    """Splits a batch into microbatches of at most ``size`` samples, and of ``least`` or more.
 
-    Tensors and arrays are sliced along dimension 0 (views, nothing is copied). Dicts and other mutable mappings
-    (``BatchEncoding``), dataclasses, named tuples, and lists and tuples that hold a tensor anywhere are taken apart and
-    put together again. A list or tuple without tensors has one entry per sample. Numbers, strings, None and tensors
-    without dimensions go to every microbatch as they are.
+    Tensors, TensorDicts and arrays are sliced along dimension 0 (views, nothing is copied). Dicts and other mutable
+    mappings (``BatchEncoding``), dataclasses, named tuples, and lists and tuples that hold a tensor anywhere are taken
+    apart and put together again. A list or tuple without tensors has one entry per sample. Numbers, strings, None and
+    tensors without dimensions go to every microbatch as they are.
 
     A list of tensors is a container, not a list of samples: for samples of different shapes in a list give ``split=``.
 
@@ -99,7 +103,7 @@ def split_batch(batch: Any, size: int) -> list[Microbatch]:
         return [Microbatch(batch, samples)]
     return [
         Microbatch(_map_rows(batch, partial(_slice, part=slice(start, stop))), stop - start)
-        for start, stop in microbatch_bounds(samples, size)
+        for start, stop in microbatch_bounds(samples, size, least)
     ]
 
 
@@ -117,43 +121,76 @@ def split_by(split: SplitFunction, batch: Any, size: int) -> list[Microbatch]:
     return microbatches
 
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
+def copied_containers(batch: Any) -> Any:
+    """The same tensors in new dicts and lists, of which a training step may pop entries.
+
+    >>> import torch
+    >>> batch = {"x": [torch.ones(2)]}
+    >>> _ = copied_containers(batch)["x"].pop()
+    >>> len(batch["x"])
+    1
+    """
+    if _is_tensordict(batch):
+        return copy(batch)
+    if isinstance(batch, MutableMapping):
+        return _rebuild_mapping(batch, {key: copied_containers(part) for key, part in batch.items()})
+    if isinstance(batch, list | tuple) and _holds_tensor(batch):
+        return _rebuild_sequence(batch, [copied_containers(part) for part in batch])
+    return batch
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+    """The mean of floating-point tensors by weights; what weighs nothing is left out, even if it is NaN.
+
+    >>> import torch
+    >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0), torch.tensor(torch.nan)], [1, 2, 0])
+    tensor(3.)
+    """
+    stacked = torch.stack(list(values))
+    by = torch.stack([torch.as_tensor(weight, dtype=torch.float64, device=stacked.device) for weight in weights])
+    # Where nothing is counted, the whole has the same NaN as its parts, or the same number.
+    by = torch.where(by.sum() > 0, by, 1.0)
+    by = (by / by.sum()).reshape(-1, *[1] * (stacked.ndim - 1)).to(stacked.dtype)
+    return torch.where(by > 0, stacked * by, 0.0).sum(0)
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float | Tensor]) -> Any:
     """Joins what a step returned for each microbatch into what it might have returned for the whole.
 
     Tensors with one row per sample, and lists with one entry per sample, are joined. Floating-point numbers, and
-    tensors of one shape, are averaged by ``shares``. Mappings, and lists that hold tensors, are joined entry by entry.
+    tensors of one shape, are averaged by ``weights``. Mappings, and lists that hold tensors, are joined entry by entry.
     Of anything else the last microbatch's is taken.
 
     >>> import torch
-    >>> merge_outputs([{"acc": 0.5, "y": torch.ones(3)}, {"acc": 1.0, "y": torch.zeros(1)}], [3, 1], [0.75, 0.25])
+    >>> merge_outputs([{"acc": 0.5, "y": torch.ones(3)}, {"acc": 1.0, "y": torch.zeros(1)}], [3, 1], [3, 1])
     {'acc': 0.625, 'y': tensor([1., 1., 1., 0.])}
     """
     last = outputs[-1]
     if len(outputs) == 1 or any(type(output) is not type(last) for output in outputs):
         return last
     if isinstance(last, Tensor):
-        return _merge_tensors(outputs, sizes, shares)
+        return _merge_tensors(outputs, sizes, weights)
     if isinstance(last, float):
-        return sum(output * share for output, share in zip(outputs, shares, strict=True))
+        return float(weighted_mean([torch.tensor(output, dtype=torch.float64) for output in outputs], weights))
     if isinstance(last, Mapping):
         keys = [key for key in last if all(key in output for output in outputs)]
-        merged = {key: merge_outputs([output[key] for output in outputs], sizes, shares) for key in keys}
+        merged = {key: merge_outputs([output[key] for output in outputs], sizes, weights) for key in keys}
         return _rebuild_mapping(last, merged)
     if isinstance(last, list | tuple):
-        return _merge_sequences(outputs, sizes, shares)
+        return _merge_sequences(outputs, sizes, weights)
     return last
 
 
-def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], shares: Sequence[float]) -> Tensor:
+def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float | Tensor]) -> Tensor:
     if all(o.ndim and o.shape[0] == size for o, size in zip(outputs, sizes, strict=True)):
         if len({o.shape[1:] for o in outputs}) == 1:
             return torch.cat(list(outputs))
     elif len({o.shape for o in outputs}) == 1 and outputs[-1].is_floating_point():
-        return torch.stack([o * share for o, share in zip(outputs, shares, strict=True)]).sum(0)
+        return weighted_mean(outputs, weights)
     return outputs[-1]
 
 
-def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float]) -> Any:
+def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float | Tensor]) -> Any:
     last = outputs[-1]
     if not _holds_tensor(last):
         if hasattr(last, "_fields") or any(len(o) != size for o, size in zip(outputs, sizes, strict=True)):
@@ -161,7 +198,7 @@ def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int], shares: Seque
         return type(last)(entry for output in outputs for entry in output)
     if any(len(output) != len(last) for output in outputs):
         return last
-    return _rebuild_sequence(last, [merge_outputs(parts, sizes, shares) for parts in zip(*outputs, strict=True)])
+    return _rebuild_sequence(last, [merge_outputs(parts, sizes, weights) for parts in zip(*outputs, strict=True)])
 
 
 # -- taking apart and putting together ---------------------------------------------------------------------------------
@@ -175,6 +212,8 @@ def _map_rows(value: Any, visit: Callable[[Any, str], Any], path: str = "batch")
         raise UnsplittableBatchError(f"this batch: {path} is a PackedSequence.")
     if isinstance(value, _SHARED):
         return value
+    if _is_tensordict(value) and not value.batch_size and len(value.keys()):
+        raise UnsplittableBatchError(f"this batch: {path} is a {type(value).__name__} without a batch dimension.")
     if _is_array(value):
         return visit(value, path) if value.ndim else value
     if _is_list_of_samples(value):
@@ -206,9 +245,16 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """A tensor or a NumPy array; NumPy is imported only if the user has done so."""
+    """A tensor, a TensorDict or a NumPy array; NumPy is imported only if the user has done so."""
     numpy = sys.modules.get("numpy")
-    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+    if isinstance(value, Tensor) or _is_tensordict(value):
+        return True
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_tensordict(value: Any) -> bool:
+    """What is sliced as one tensor is: a TensorDict, a tensorclass."""
+    return not isinstance(value, Tensor) and isinstance(getattr(value, "batch_size", None), torch.Size)
 
 
 def _holds_tensor(value: Any) -> bool:

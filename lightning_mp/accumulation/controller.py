@@ -1,6 +1,6 @@
 """The accumulation controller: which micro-batches make one optimizer step, what each weighs, and when the run ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,12 @@ from lightning_mp.accumulation.boundary import (
     refuse_repeated_losses,
     repeated_losses,
 )
+from lightning_mp.accumulation.lost_gradient import warn_about_lost_gradient
 from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
-from lightning_mp.accumulation.partial_state import PartialAccumulation, warn_about_lost_gradient
+from lightning_mp.accumulation.partial_state import PartialAccumulation
 from lightning_mp.accumulation.schedule import Progress, TargetBatch
 from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
-from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch
+from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch, Part
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
@@ -321,6 +322,8 @@ class AccumulationController(Callback):
             if is_first and isinstance(settings.schedule, TargetBatch):
                 self._report_target(settings.schedule.counted)
         self.state = windows.begin_micro_batch(settings, self.state, micro_batch)
+        if fit.weighing is not None:
+            fit.weighing.may_meet = True
         self._set_lightnings_window(trainer, batch_idx, opens=opens, ends_epoch=ends_epoch)
         if is_first:
             for function in fit.at_first_batch:
@@ -342,27 +345,81 @@ class AccumulationController(Callback):
             planned, batch_idx=batch_idx, num_ready=num_ready, opens=opens, closes=closes, total=settings.total_steps
         )
 
-    def begin_part(self, part: Any, share: float) -> None:
-        """A part of the current micro-batch begins in place of the whole, with this share of its samples.
+    # -- a micro-batch that runs in parts ------------------------------------------------------------------------------
 
-        Its loss goes through :meth:`on_before_backward` as that of a micro-batch does: it weighs its own items, or its
-        share where weights are equal.
+    def begin_part(self, part: Part) -> None:
+        """A part of the current micro-batch begins in its place.
+
+        Its loss goes through :meth:`on_before_backward` as that of a micro-batch does, and weighs its own items, or its
+        share where weights are equal. Its tokens are counted once, with those of the whole.
         """
-        micro_batch, meter = self.state.micro_batch, self._fit.meter
+        micro_batch = self.state.micro_batch
         if self.settings.weighting is None or micro_batch is None:
             return
-        unmeasured = Measure(1, 0, 0, 0, divisor=batch_tokens.declared_divisor(part))
-        measure = unmeasured if meter is None else meter.weighting.measure(part)
-        window = replace(self.state.window, is_split=True)
-        self.state = replace(self.state, window=window, micro_batch=replace(micro_batch, measure=measure, share=share))
+        self.state = windows.begin_part(self.state, part)
+
+    def parts_of(self, batches: Sequence[Any], samples: Sequence[int], *, losses_add_up: bool) -> list[Part]:
+        """What is known of the parts of the current micro-batch before they run.
+
+        Args:
+            batches: the parts.
+            samples: how many each of them has.
+            losses_add_up: the loss of the whole is the sum of theirs, not their mean.
+        """
+        whole = self.state.micro_batch.measure if self.state.micro_batch is not None else Measure(1, 0, 0, 0)
+        counted: list[float | Tensor] = [whole.items * number / sum(samples) for number in samples]
+        if self._is_weighed_by_hand and self.weight_by in ("token", "sample"):
+            own = [self._fit.meter.weighting.measure(batch).items for batch in batches if self._fit.meter is not None]
+            # A function that does not count samples or tokens counts no part either.
+            if any(isinstance(items, Tensor) for items in (*own, whole.items)) or sum(own) == whole.items:
+                counted = own
+        if losses_add_up:
+            counted = [whole.items] * len(batches)
+        return [
+            Part(items, batch_tokens.declared_divisor(batch), number / sum(samples), losses_add_up)
+            for items, batch, number in zip(counted, batches, samples, strict=True)
+        ]
 
     def end_parts(self, whole: MicroBatch | None) -> None:
         """All parts of a micro-batch are over: what is known of it is that of the whole again."""
+        part = self.state.micro_batch
+        if whole is not None and part is not None:
+            whole = replace(whole, factor=part.parts_factor)
         self.state = replace(self.state, micro_batch=whole)
 
-    def return_to(self, state: AccumulationState) -> None:
-        """A micro-batch, or its window, is done again from where it began; what is known of losses stays known."""
-        self.state = replace(state, reference_items=self.state.reference_items)
+    def return_to(self, state: AccumulationState, *, carries_totals: bool = False) -> None:
+        """A micro-batch is done again from where it began; what is known of losses stays known.
+
+        Args:
+            state: when it began.
+            carries_totals: earlier micro-batches of its window were done again, so the window has their new totals.
+        """
+        window = replace(state.window, totals=self.state.window.totals) if carries_totals else state.window
+        self.state = replace(state, window=window, reference_items=self.state.reference_items)
+        if self._fit.weighing is not None:
+            self._fit.weighing.forget_gradients()
+
+    @property
+    def part_weight(self) -> float | Tensor:
+        """What the part weighs in the mean of its micro-batch, relative to the others; known in its backward."""
+        micro_batch = self.state.micro_batch
+        if micro_batch is None or micro_batch.part is None:
+            return 1.0
+        return micro_batch.part.share if micro_batch.part.losses_add_up else micro_batch.factor
+
+    def count_of_part(self, part: Any, loss: Tensor) -> tuple[float, bool] | None:
+        """What a part would weigh in the mean of its micro-batch, and whether its loss shows that it is a mean over it.
+
+        None if it would weigh its samples. Waits for the device.
+        """
+        weighing, meter = self._fit.weighing, self._fit.meter
+        if self._is_weighed_by_hand and self.weight_by in ("token", "sample") and meter is not None:
+            return float(meter.weighting.measure(part).items), False
+        return weighing.count(loss) if weighing is not None and weighing.source == "loss" else None
+
+    @property
+    def _is_weighed_by_hand(self) -> bool:
+        return self._fit.weighing is not None and self._fit.weighing.source == "batch"
 
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
@@ -375,7 +432,7 @@ class AccumulationController(Callback):
         if self._fit.has_no_loss:
             assert self.state.micro_batch is not None
             self._fit.has_no_loss = False
-            nothing = replace(self.state.micro_batch, measure=Measure(0, 0, 0, 0), share=0.0)
+            nothing = replace(self.state.micro_batch, measure=Measure(0, 0, 0, 0), part=windows.NOTHING)
             self.state = replace(self.state, micro_batch=nothing)
         weighing, weighting = self._fit.weighing, self.weighting
         if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):

@@ -6,7 +6,6 @@ from typing import Any, ClassVar, Self
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
@@ -146,15 +145,6 @@ def why_gradients_are_elsewhere(trainer: "pl.Trainer") -> str:
         plugin = type(trainer.precision_plugin).__name__
         return f"{plugin}(fp32_gradients=True) keeps the gradients of an open window in separate buffers."
     return ""
-
-
-def warn_about_lost_gradient(planned: int, position: int) -> None:
-    """A checkpoint is written inside a window and holds nothing of it."""
-    rank_zero_warn(
-        "This checkpoint is written inside an accumulation window, so a run that resumes from it loses the gradient of"
-        f" its first {position} of {planned} micro-batches. Save at the end of a window, as ModelCheckpoint does, or"
-        " use AccumulationScheduler(save_partial_gradients=True)."
-    )
 
 
 def _loss_scale(trainer: "pl.Trainer") -> float:

@@ -57,6 +57,7 @@ class MicroBatchWeighing:
         self._versions: dict[nn.Parameter, int] = {}  # of gradients, while they are watched
         self._closed: HostCopy | None = None  # totals of the last window, until they have been read
         self._why = ""  # the first loss in this window that is unknown on this rank
+        self.may_meet = False  # ranks meet once in each micro-batch, whatever some of them repeat
 
     @property
     def is_equal(self) -> bool:
@@ -100,7 +101,8 @@ class MicroBatchWeighing:
             divisor = reading.means[0].total if reading.means else None
             reading = Items((Mean("targets of a sum", reading.summed),))
         if self._losses.first is None:
-            state = self._meet(state, reading)
+            if self.may_meet:
+                state = self._meet(state, reading)
             if self.is_equal:
                 return window_weights.weigh_equally(state)
             if self._losses.first is None:  # no rank counts anything
@@ -110,10 +112,26 @@ class MicroBatchWeighing:
             self._why = weight.why
         return window_weights.weigh_micro_batch(state, weight.items, weight.is_known, divisor)
 
+    def count(self, loss: Tensor) -> tuple[float, bool] | None:
+        """The items of a loss as ``training_step`` returned it, and whether a loss function or ``mean()`` counts them.
+
+        None where they do not decide. Waits for the device.
+        """
+        reading = read_items(loss)
+        if self._losses.is_equal or isinstance(reading, Unknown):
+            return None
+        kinds = [mean.kind for mean in self._losses.first.means] if self._losses.first is not None else []
+        decides = next((mean for mean in reading.means if mean.kind in kinds), next(iter(reading.means), None))
+        return (0.0, False) if decides is None else (float(decides.total), not decides.kind.startswith("sum of"))
+
     def watch_gradients(self, state: AccumulationState, parameters: Iterable[nn.Parameter]) -> None:
         """A micro-batch is over: what is written before the next backward in its window is not of that loss."""
         if state.window.is_open:
             self.watches_gradients, self._versions = False, _versions(parameters)
+
+    def forget_gradients(self) -> None:
+        """Micro-batches of the window are done again: their gradients are written by us."""
+        self._versions = {}
 
     def weigh_equally(self, why: str) -> None:
         """Gives micro-batches equal weights from now on. Call it on all ranks."""
@@ -132,6 +150,7 @@ class MicroBatchWeighing:
         if self.source is None or is_single_micro_batch_step(state):
             return state
         self._closed = totals
+        self._versions = {}  # the last micro-batch of the window may have had no loss
         return self.settle_window(state) if are_here else state
 
     def settle_window(self, state: AccumulationState) -> AccumulationState:
@@ -149,6 +168,7 @@ class MicroBatchWeighing:
 
     def _meet(self, state: AccumulationState, reading: Items | Unknown) -> AccumulationState:
         """Ranks settle with their first losses what micro-batches weigh."""
+        self.may_meet = False
         if isinstance(reading, Items):
             known = [replace(m, total=float(m.total), is_even=bool(m.is_even)) for m in reading.means]
             reading = Items(tuple(known), reading.form)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.accumulation.windows import AccumulationState, is_single_micro_batch_step
+from lightning_mp.accumulation.windows import WHOLE, AccumulationState, is_single_micro_batch_step
 from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN
 
 
@@ -21,6 +21,9 @@ def weigh_micro_batch(
     assert state.window.totals is not None
     assert state.reference_items is not None
     micro_batch, totals, reference = state.micro_batch, state.window.totals, state.reference_items
+    part = micro_batch.part or WHOLE
+    if part.losses_add_up and divisor is None:
+        items = items * part.share  # each loss shows what the whole counts
     if totals.device[UNKNOWN] is not None or totals.host[UNKNOWN]:
         is_known = is_known & (totals.number(UNKNOWN) == 0)
     if is_known is not True:
@@ -28,15 +31,16 @@ def weigh_micro_batch(
         mean = items_before / losses_before if totals.host[LOSSES] else 0.0
         if isinstance(mean, Tensor):
             mean = torch.where(mean > 0, mean, reference)
-        mean = micro_batch.share * (mean if isinstance(mean, Tensor) else mean or reference)
+        mean = part.share * (mean if isinstance(mean, Tensor) else mean or reference)
         if isinstance(is_known, Tensor):
             items = torch.where(is_known, items, mean)
             divisor = None if divisor is None else torch.where(is_known, divisor, mean)
         else:
             items, divisor = mean, None
     measure = replace(micro_batch.measure, items=items, divisor=divisor)
-    factor = (items if divisor is None else divisor) / reference
-    return replace(state, micro_batch=replace(micro_batch, measure=measure, is_known=is_known, factor=factor))
+    factor = (items / (part.share if part.losses_add_up else 1.0) if divisor is None else divisor) / reference
+    weighed = replace(micro_batch, measure=measure, is_known=is_known, factor=factor, is_weighed=True)
+    return replace(state, micro_batch=weighed)
 
 
 def weigh_nothing(state: AccumulationState) -> AccumulationState:
@@ -49,9 +53,10 @@ def weigh_nothing(state: AccumulationState) -> AccumulationState:
 def weigh_equally(state: AccumulationState) -> AccumulationState:
     """The current micro-batch weighs as much as every other one, and its loss is left to Lightning."""
     assert state.micro_batch is not None
-    share = state.micro_batch.share
-    measure = replace(state.micro_batch.measure, items=share, divisor=None)
-    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=share))
+    part = state.micro_batch.part or WHOLE
+    measure = replace(state.micro_batch.measure, items=part.share, divisor=None)
+    factor = 1.0 if part.losses_add_up else part.share
+    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor))
 
 
 def expected_items(state: AccumulationState, num_ranks: int) -> float:

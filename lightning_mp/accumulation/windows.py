@@ -58,6 +58,16 @@ class DataLayout:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a micro-batch that did not fit into memory."""
+
+    items: float | Tensor  # what it weighs, where losses do not say it; if losses add up, what the whole weighs
+    divisor: float | Tensor | None  # what its loss was divided by, if its batch says so
+    share: float  # of the samples of the whole
+    losses_add_up: bool  # the loss of the whole is the sum of its parts', not their mean
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """What is known of a micro-batch when it begins."""
 
@@ -66,9 +76,12 @@ class MicroBatch:
     ends_epoch: bool = False  # it is the last of its epoch
     another_epoch_follows: bool = False  # and that epoch is not the last of the run
     is_repeated: bool = False  # it is not of the first epoch
-    share: float = 1.0  # of the batch of the loader, if it is a part of one that did not fit
     is_known: bool | Tensor = True  # what it weighs; a tensor where the host would have to wait for it
     factor: float | Tensor = 1.0  # of its loss, beside Lightning's division
+    is_weighed: bool = False  # that factor is relative to `reference_items`
+    part: Part | None = None  # the part of it that runs, if it runs in parts
+    is_counted: bool = False  # a part of it has come to backward, and its tokens count
+    parts_factor: float | Tensor = 0.0  # that of the whole, from those of the parts so far
 
 
 @dataclass(frozen=True)
@@ -148,6 +161,11 @@ class AccumulationState:
         return cls(layout=layout, **{name: state[name] for name in kinds})
 
 
+WHOLE = Part(1, None, 1.0, losses_add_up=False)
+#: In place of a micro-batch whose training step returned no loss.
+NOTHING = Part(0, None, 0.0, losses_add_up=False)
+
+
 def open_window(settings: AccumulationSettings, state: AccumulationState, progress: Progress) -> AccumulationState:
     """The state in which a micro-batch finds an open window: the one that is open, or else a new one.
 
@@ -171,23 +189,29 @@ def begin_micro_batch(
     return replace(state, window=replace(window, closes=closes), micro_batch=micro_batch)
 
 
+def begin_part(state: AccumulationState, part: Part) -> AccumulationState:
+    """The state while a part of the current micro-batch runs: it weighs its own items, or those of its part."""
+    assert state.micro_batch is not None
+    measure = replace(state.micro_batch.measure, items=part.items, divisor=part.divisor)
+    window = replace(state.window, is_split=True)
+    return replace(state, window=window, micro_batch=replace(state.micro_batch, measure=measure, part=part))
+
+
 def add_micro_batch(state: AccumulationState) -> AccumulationState:
     """Backward of the current micro-batch's loss begins: it counts."""
     assert state.micro_batch is not None
     assert state.window.totals is not None
-    micro_batch, window = state.micro_batch, state.window
+    micro_batch, part = state.micro_batch, state.micro_batch.part or WHOLE
     m, unknown = micro_batch.measure, 1.0 - micro_batch.is_known * 1.0
+    tokens = (m.tokens, m.input_tokens, m.samples, m.nonpad_tokens, m.most_tokens)
+    if micro_batch.is_counted:
+        tokens = (0, 0, 0, 0, 0)
     totals = state.window.totals.plus(
-        m.items,
-        m.tokens,
-        m.input_tokens,
-        m.samples,
-        m.nonpad_tokens,
-        m.most_tokens,
-        losses=micro_batch.share,
-        unknown=unknown,
+        m.items, *tokens, losses=part.share, unknown=unknown, micro_batches=0 if micro_batch.is_counted else 1
     )
-    return replace(state, window=replace(window, totals=totals))
+    factor = micro_batch.factor + (0.0 if part.losses_add_up else micro_batch.parts_factor)
+    micro_batch = replace(micro_batch, is_counted=True, parts_factor=factor)
+    return replace(state, window=replace(state.window, totals=totals), micro_batch=micro_batch)
 
 
 def take_totals(state: AccumulationState) -> AccumulationState:
@@ -228,6 +252,6 @@ def end_at(state: AccumulationState, tokens: int) -> AccumulationState:
 
 def is_single_micro_batch_step(state: AccumulationState) -> bool:
     """Whether the current micro-batch is the whole step: its loss is the mean already, and nothing is multiplied."""
-    if state.window.planned != 1 or state.window.is_split or state.micro_batch is None:
+    if state.window.planned != 1 or state.window.is_split or state.micro_batch is None or state.micro_batch.is_weighed:
         return False
     return (state.layout is None or state.layout.data_ranks == 1) and state.micro_batch.measure.divisor is None

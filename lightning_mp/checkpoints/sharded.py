@@ -104,7 +104,33 @@ def load_sharded_checkpoint(
     for number, optimizer in enumerate(optimizers):
         _load_optimizer(path, f"optimizer_{number}", model, optimizer, metadata, weights_only)
     rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=weights_only)
+    _load_former_masters(path, rest, model, weights, metadata, weights_only)
     return rest
+
+
+def _load_former_masters(
+    path: Path,
+    rest: Mapping[str, Any],
+    model: nn.Module,
+    weights: Mapping[str, Any],
+    metadata: "Metadata",
+    weights_only: bool | None,
+) -> None:
+    """Weights of older checkpoints are rounded; the numbers that were rounded lie with the optimizers."""
+    from lightning_mp.checkpoints.checked_folder import load_shards
+    from lightning_mp.checkpoints.former_masters import MASTER_KEY, have_been_trained, say_what_was_read
+
+    if not have_been_trained(rest):
+        return
+    places = [place for place in metadata.planner_data.values() if place[-1] == MASTER_KEY and place[2] in weights]
+    masters: dict[str, Any] = {}
+    for optimizer, _, name, _ in places:
+        room = torch.empty_like(weights[name], dtype=torch.float32)
+        masters.setdefault(optimizer, {}).setdefault("state", {})[name] = {MASTER_KEY: room}
+    load_shards(masters, path, weights_only=weights_only)
+    found = {name: entry[MASTER_KEY] for state in masters.values() for name, entry in state["state"].items()}
+    model.load_state_dict(found, strict=False)
+    say_what_was_read(len(found))
 
 
 def saved_names(path: Path) -> set[str]:

@@ -37,7 +37,11 @@ def load_full_checkpoint(
     # Brings seventy modules of torch along, so not at the top.
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-    weights = checkpoint.pop("state_dict")
+    from lightning_mp.checkpoints.former_masters import take_masters
+
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    masters = {names[p]: master for p, master in take_masters(checkpoint, optimizers).items()}
+    weights = {**checkpoint.pop("state_dict"), **masters}
     if strict:  # torch leaves out what the model has not
         known = get_model_state_dict(model)
         refuse_other_names(

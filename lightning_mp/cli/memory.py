@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of, precision_name
+from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of
 from lightning_mp.core.cli_text import (
     print_json,
     print_paragraph,
@@ -52,15 +52,14 @@ def fill_memory(parser: argparse.ArgumentParser) -> None:
     )
     module.add_argument("--strategy", choices=get_args(MemoryStrategy), help="default single")
     module.add_argument("--ranks", metavar="N", help="data-parallel ranks (default 1)")
+    module.add_argument("--accumulate", metavar="N", help="micro-batches per optimizer step (default 1)")
     module.add_argument("--device-type", choices=("cuda", "cpu"), help="default cuda")
     module.add_argument("--plot", type=Path, metavar="FILE", help="plot the parts over the step: png, pdf or svg")
     add_shape(parser.add_argument_group("or the shape of a decoder"))
     step = parser.add_argument_group("step of a decoder")
     step.add_argument("--sequences", metavar="S", help="sequences per micro-batch (default 1)")
     step.add_argument("--context", metavar="T", dest="context_tokens", help="sequence length; default 4096")
-    parser.add_argument(
-        "--precision", type=precision_name, choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed"
-    )
+    parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16-mixed", help="default bf16-mixed")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -80,7 +79,7 @@ def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
     if (config is None) == (arguments.module is None):
         raise ValueError("Pass one of --module, --config and the shape of a decoder (`layers`, `width`, `vocabulary`)")
     if config is not None:
-        names = ("optimizer", "strategy", "ranks", "device_type", "plot")
+        names = ("optimizer", "strategy", "ranks", "accumulate", "device_type", "plot")
         extra = [name for name in names if getattr(arguments, name) is not None]
         if extra:
             option = "--" + extra[0].replace("_", "-")
@@ -105,6 +104,7 @@ def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:
         optimizer=arguments.optimizer,
         strategy=arguments.strategy or "single",
         ranks=count_of(arguments.ranks, "ranks"),
+        accumulate_grad_batches=count_of(arguments.accumulate, "accumulate"),
         device_type=arguments.device_type or "cuda",
     )
     if arguments.plot is not None:
@@ -150,7 +150,7 @@ def _print(answer: MemoryEstimate | DecoderMemory, arguments: argparse.Namespace
     assert config is not None
     print_paragraph(
         f"A decoder of {format_quantity(config.parameters)} parameters, {arguments.precision} with Adam, on one GPU"
-        " at the end of a forward; by formulas:\n"
+        " at the peak of a step; by formulas:\n"
     )
     rows = [(part, format_bytes(size)) for part, size in answer.bytes_by_part.items()]
     print_table(("part", "bytes"), [*rows, ("sum", format_bytes(answer.total_bytes))])
@@ -170,9 +170,9 @@ def _print_remedies(config: DecoderConfig, arguments: argparse.Namespace) -> Non
         (f"FSDP2Strategy on {_SHARDS} GPUs", MemoryLayout(shards), arguments.precision),
         ("both", MemoryLayout(shards, checkpointed=True), arguments.precision),
     ]
-    if arguments.precision in ("bf16-mixed", "bf16-masters"):
+    if arguments.precision in ("bf16-mixed", "bf16-true"):
         remainder = "MasterWeightsPrecision, storage remainder"
-        changes.insert(1, (remainder, MemoryLayout(), "bf16-remainder"))
+        changes.insert(1, (remainder, MemoryLayout(), "bf16-true+remainder"))
     rows = [(name, _needs(decoder_memory(config, to, precision=dtype, **step))) for name, to, dtype in changes]
     print("\nIf it does not fit:\n")
     print_table(("change", "GPU needs"), rows)
@@ -182,7 +182,7 @@ def _print_remedies(config: DecoderConfig, arguments: argparse.Namespace) -> Non
 def _print_remedies_of_module(estimate: MemoryEstimate) -> None:
     parts = dict(estimate.peak.bytes_by_part)
     states = sum(parts.get(part, 0) for part in ("weights", "gradients", "masters", "optimizer states"))
-    if 2 * states > estimate.peak_bytes:
+    if 2 * states > estimate.peak_bytes - parts.get("workspaces", 0):
         advice = "most of it is weights, gradients and optimizer states: shard them with FSDP2Strategy()"
         advice += " (--strategy fsdp2 --ranks 8 shows the effect). ActivationCheckpointing(...) reduces the rest"
     else:

@@ -1,10 +1,8 @@
 """The shape of a decoder on the command line, for ``plan`` and ``memory``."""
 
 import argparse
-from contextlib import suppress
 from typing import Any
 
-from lightning_mp.core.precisions import find_precision
 from lightning_mp.core.quantities import parse_bytes, parse_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
@@ -79,10 +77,3 @@ def memory_of(text: str | None) -> float | None:
     if size < 1e6:
         raise ValueError(f"`memory_bytes` of {text!r} is less than a megabyte. Write {text.strip()}GB for gigabytes.")
     return size
-
-
-def precision_name(name: str) -> str:
-    """A precision by the plugin's name too: "bf16-true" is the one with fp32 masters; other words stay as they are."""
-    with suppress(ValueError):
-        return find_precision(name).name
-    return name

@@ -11,7 +11,6 @@ from lightning_mp.cli.model_shape import (
     context_of,
     count_of,
     memory_of,
-    precision_name,
     refuse_other_units,
 )
 from lightning_mp.cli.plan_text import Answer, as_json, print_answer
@@ -79,7 +78,6 @@ def fill_plan(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--price", metavar="P", help="price of one GPU hour; adds the cost")
     machine.add_argument(
         "--precision",
-        type=precision_name,
         choices=list(PRECISIONS),
         help="default bf16-mixed; 16-mixed on chips without bf16 units",
     )

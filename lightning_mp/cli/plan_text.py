@@ -203,7 +203,7 @@ def _print_assumed(config: DecoderConfig) -> None:
 def _alternatives(answer: Answer, verdict: str | None, kind: str = "") -> str:
     decides = " That depends on the allocator." if verdict == "may fit" else ""
     if answer.enough is None:
-        return f"{decides} Use larger GPUs, a shorter --context, or --precision bf16-remainder."
+        return f"{decides} Use larger GPUs, a shorter --context, or --precision bf16-true+remainder."
     gpus, layout = answer.enough
     return f"{decides} {gpus} GPUs{kind} suffice: {layout.name}."
 

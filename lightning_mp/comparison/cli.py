@@ -25,7 +25,7 @@ _EXAMPLES = f"""\
 examples:
   lightning-mp compare
   lightning-mp compare --module my_project.model:example \\
-    --precision 32-true bf16-mixed bf16-masters
+    --precision 32-true bf16-mixed bf16-true
   lightning-mp compare --params 20k --steps 200 --seeds 5 \\
     --file runs.jsonl --plot comparison.png
 

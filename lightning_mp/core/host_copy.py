@@ -22,6 +22,11 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))
 
+    @property
+    def is_there(self) -> bool:
+        """Whether reading waits for no device."""
+        return self._event is None
+
     def read(self) -> list[float]:
         """Waits until the transfer is over, then returns the numbers."""
         if self._event is not None:

@@ -15,7 +15,7 @@ import torch
 class PrecisionSpec:
     """Bytes per parameter between two steps, and the format of computing.
 
-    >>> find_precision("bf16-remainder").bytes_per_parameter(optimizer_state_bytes=8)
+    >>> find_precision("bf16-true+remainder").bytes_per_parameter(optimizer_state_bytes=8)
     14
     """
 
@@ -27,6 +27,7 @@ class PrecisionSpec:
     autocast: bool = False  # weights are cast at their use
     fp8: bool = False  # linear layers multiply in fp8
     cache_weights: bool = False  # a weight is cast once per forward, and the cast lives until it ends
+    fp32_gradients: bool = False  # gradients of 16-bit weights are accumulated in fp32
     frees_gradients: bool = False  # the last step's are freed before the next forward, by the plugins of this package
 
     @property
@@ -57,37 +58,34 @@ PRECISIONS: Mapping[str, PrecisionSpec] = MappingProxyType(
             PrecisionSpec("32-true", "TF32Precision(), or the Trainer's default", 4, 0, _FP32),
             PrecisionSpec("16-mixed", "AutocastPrecision('16-mixed')", 4, 0, _FP16, autocast=True),
             PrecisionSpec("bf16-mixed", "AutocastPrecision('bf16-mixed')", 4, 0, _BF16, autocast=True),
-            PrecisionSpec("16-masters", "MasterWeightsPrecision('16-true')", 2, 4, _FP16),
-            PrecisionSpec("bf16-masters", "MasterWeightsPrecision('bf16-true')", 2, 4, _BF16),
-            PrecisionSpec("bf16-remainder", "MasterWeightsPrecision('bf16-true', storage='remainder')", 2, 2, _BF16),
-            PrecisionSpec("bf16-24bit", "MasterWeightsPrecision('bf16-true', storage='24bit')", 2, 1, _BF16),
+            PrecisionSpec("16-true", "MasterWeightsPrecision('16-true')", 2, 4, _FP16),
+            PrecisionSpec("bf16-true", "MasterWeightsPrecision('bf16-true')", 2, 4, _BF16),
+            PrecisionSpec(
+                "bf16-true+remainder", "MasterWeightsPrecision('bf16-true', storage='remainder')", 2, 2, _BF16
+            ),
+            PrecisionSpec("bf16-true+24bit", "MasterWeightsPrecision('bf16-true', storage='24bit')", 2, 1, _BF16),
             PrecisionSpec("fp8-mixed", "Float8Precision()", 4, 0, _BF16, autocast=True, fp8=True),
             PrecisionSpec("lightning:16-true", "Trainer(precision='16-true'), no masters", 2, 0, _FP16),
             PrecisionSpec("lightning:bf16-true", "Trainer(precision='bf16-true'), no masters", 2, 0, _BF16),
         )
     }
 )
-"""Every precision by name; ``lightning:`` is Lightning's own plugin."""
+"""Every precision by its plugin's argument, and after a plus the storage of masters; ``lightning:`` is Lightning's own."""
 
 #: The 16-bit dtype of each precision of AutocastPrecision.
 AUTOCAST_DTYPES = {row.name: row.compute_dtype for row in PRECISIONS.values() if row.autocast and not row.fp8}
 
 _FORMATS = {"16": "fp16", "bf16": "bf16", "fp8": "fp8", "32": "fp32", "64": "fp64"}
 
-# What the names of MasterWeightsPrecision mean, also where there is no plugin.
-_BY_STORAGE: Mapping[tuple[str, str], str] = {
-    ("16-true", "fp32"): "16-masters",
-    ("bf16-true", "fp32"): "bf16-masters",
-    ("bf16-true", "remainder"): "bf16-remainder",
-    ("bf16-true", "24bit"): "bf16-24bit",
-}
-
 #: The 16-bit dtype of each precision of MasterWeightsPrecision.
-MASTER_DTYPES = {name: PRECISIONS[row].compute_dtype for (name, _), row in _BY_STORAGE.items()}
+MASTER_DTYPES = {row.name: row.compute_dtype for row in PRECISIONS.values() if row.master_bytes and "+" not in row.name}
 
 #: The dtypes of 16 bit, and those of all weights that plugins cast.
 HALF_DTYPES = (_FP16, _BF16)
 CAST_DTYPES = (_FP32, *HALF_DTYPES)
+
+#: The largest fp16 number.
+HALF_MAX = torch.finfo(_FP16).max
 
 
 def find_precision(precision: object) -> PrecisionSpec:
@@ -95,23 +93,25 @@ def find_precision(precision: object) -> PrecisionSpec:
 
     >>> from lightning_mp import MasterWeightsPrecision
     >>> find_precision(MasterWeightsPrecision("16-true")).name
-    '16-masters'
+    '16-true'
     """
     if isinstance(precision, PrecisionSpec):
         return precision
     name = precision if isinstance(precision, str) else str(getattr(precision, "precision", precision))
     if not isinstance(precision, str) and not hasattr(precision, "storage") and name.endswith("16-true"):
         name = f"lightning:{name}"
-    name = _BY_STORAGE.get((name, str(getattr(precision, "storage", "fp32"))), name)
+    storage = getattr(precision, "storage", "fp32")
+    name = name if storage == "fp32" else f"{name}+{storage}"
     if name not in PRECISIONS:
         raise ValueError(
-            f"`precision` {name!r} is not known. Use one of {', '.join(PRECISIONS)}, or a precision plugin; the ones"
-            " that end in -masters, -remainder and -24bit are MasterWeightsPrecision."
+            f"`precision` {name!r} is not known. Use one of {', '.join(PRECISIONS)}, or a precision plugin; 16-true and"
+            " bf16-true are MasterWeightsPrecision, with its storage after the plus."
         )
     row = PRECISIONS[name]
     is_ours = row.autocast or row.master_bytes > 0 if isinstance(precision, str) else _is_ours(precision)
     cache_weights = getattr(precision, "cache_weights", False) is True
-    return replace(row, cache_weights=cache_weights, frees_gradients=is_ours)
+    fp32_gradients = getattr(precision, "fp32_gradients", False) is True
+    return replace(row, cache_weights=cache_weights, frees_gradients=is_ours, fp32_gradients=fp32_gradients)
 
 
 def _is_ours(plugin: object) -> bool:

@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch._functorch import config as functorch_config
+from torch._functorch import pyfunctorch
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import FSDPModule
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
 _OPTIMIZER_MODULE: Any = sys.modules[Optimizer.__module__]
+_A_MODULE = torch.nn.Identity()  # modules make these attributes in their constructor
 
 #: (owner, private name, why it is needed)
 PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
@@ -53,6 +55,10 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch.Tensor, "_backward_hooks", "whether a parameter has hooks that would run on every microbatch"),
     (torch.Tensor, "_post_accumulate_grad_hooks", "the same after its gradient was accumulated"),
     (torch.Tensor, "_version", "shows that other code has changed a weight in place"),
+    (torch.Tensor, "grad_dtype", "a parameter whose memory is given away is asked for it"),
+    (torch, "_functorch", "where the next name is kept"),
+    (torch._functorch, "pyfunctorch", "work on weights that no transform of torch.func around it sees"),
+    (torch._C, "_set_throw_on_mutable_data_ptr", "memory that nobody may write to"),
     (torch.UntypedStorage, "_cdata", "shows that a weight has moved to other memory"),
     (torch._C, "_storage_Use_Count", "shows that another tensor shares the memory of a weight"),
     (torch.ops.aten, "huber_loss_backward", "gradients scaled and clamped in one kernel"),
@@ -79,15 +85,19 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (torch._C, "DisableTorchFunctionSubclass", "calls torch for a subclass of Tensor, while modes stay on"),
     (torch.Tensor, "_make_wrapper_subclass", "a tensor of which this rank has a part only"),
     (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
+    (torch.distributed.tensor, "_utils", "where in the whole tensor the part of a rank begins"),
     (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
     (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
-    (torch.nn.utils.parametrizations, "_Orthogonal", "a weight that needs matrix decompositions, which are fp32 only"),
-    (torch.nn.Module, "_compiled_call_impl", "shows that a module was compiled in place"),
+    (torch.nn.Module, "_compiled_call_impl", "shows that a module was compiled in place; what calls it is asked first"),
+    (_A_MODULE, "_modules", "shows what torch.compile has put around a module"),
+    (torch.nn.parallel.DistributedDataParallel, "_sync_buffers", "rank 0's buffers, before a forward that may fail"),
     (lightning.pytorch.trainer.call, "_call_callback_hooks", "on_before_optimizer_step, with the profiler"),
     (lightning.pytorch.trainer.call, "_call_lightning_module_hook", "the same of the module, so that it can log"),
     (automatic, "_AutomaticOptimization", "the loop of the next name"),
     (automatic._AutomaticOptimization, "_optimizer_step", "a step at an epoch's early end, counted as Lightning's own"),
+    (automatic._AutomaticOptimization, "_make_closure", "what the optimizer or the loop calls for one batch"),
+    (automatic._AutomaticOptimization, "_training_step", "the training step of one part of it"),
     (fit_loop, "_FitLoop", "the loop of the next name"),
     (fit_loop._FitLoop, "_should_accumulate", "whether Lightning logs after this micro-batch"),
     (fit_loop._FitLoop, "_load_combined_loader_states", "the moment before loaders load their first batch"),
@@ -160,15 +170,70 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def memory_of(tensor: Tensor) -> int:
-    """A number of the memory that a tensor lies in."""
-    return int(tensor.untyped_storage()._cdata)
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """:func:`version_of` each, without a call for each."""
+    return [tensor._version for tensor in tensors]
 
 
 def shares_memory(tensor: Tensor) -> bool:
     """Whether another tensor lies in the same memory: a view, an alias, a detached one."""
-    storage = tensor.untyped_storage()  # is a second reference itself
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+    return users_of_memory(tensor) > 1
+
+
+def users_of_memory(tensor: Tensor) -> int:
+    """How many tensors lie in the same memory; whatever else holds it, an array of numpy for one, counts too."""
+    storage = tensor.untyped_storage()  # is a reference itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def refuse_writes(tensor: Tensor) -> None:
+    """Writes to a tensor's memory raise."""
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+
+
+_KEEPS_NUMBERS_UNREAD = (
+    *("grad", "grad_dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "_version"),
+    *(
+        "shape",
+        "dtype",
+        "device",
+        "is_leaf",
+        "grad_fn",
+        "ndim",
+        "layout",
+        "is_cuda",
+        "is_sparse",
+        "is_cpu",
+        "is_nested",
+    ),
+    *("is_meta", "is_quantized", "is_mkldnn", "is_mps", "itemsize"),
+)
+
+
+def functions_that_read_no_numbers() -> frozenset[Any]:
+    """What ``__torch_function__`` is called with for what asks a parameter for its gradient, its size and the like."""
+    attributes = [
+        getattr(getattr(Tensor, name), slot)
+        for name in _KEEPS_NUMBERS_UNREAD
+        for slot in ("__get__", "__set__", "__delete__")
+        if hasattr(getattr(Tensor, name), slot)
+    ]
+    methods = [Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.is_floating_point, Tensor.is_complex]
+    methods += [Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook]
+    methods += [Tensor.element_size, Tensor.__len__, torch.is_floating_point, torch.is_complex, torch.numel]
+    return frozenset([*attributes, *methods])
+
+
+@contextmanager
+def unnoticed() -> Iterator[None]:
+    """Whatever is going on: gradients, inference, transforms of torch.func, modes and subclasses of tensors."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        pyfunctorch.temporarily_clear_interpreter_stack(),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
 
 
 def backward_outside_autocast() -> AbstractContextManager[None]:
@@ -215,7 +280,7 @@ _observing = _ObservingThread()
 
 def holds_compiled_code(module: torch.nn.Module) -> bool:
     """Whether torch.compile was called on a module, or on a method or function that it holds."""
-    if module._compiled_call_impl is not None:
+    if compiled_call_of(module) is not None:
         return True
     own = [*vars(module).values(), *vars(type(module)).values()]
     return any(
@@ -261,10 +326,8 @@ def without_function_modes() -> AbstractContextManager[None]:
     return disabled
 
 
-def without_function_subclasses() -> AbstractContextManager[None]:
-    """While this is entered, no ``__torch_function__`` of a subclass of ``Tensor`` is called; those of modes are."""
-    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return disabled
+#: While an instance is entered, no ``__torch_function__`` of a subclass of ``Tensor`` is called; those of modes are.
+without_function_subclasses: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 
 
 def wrapper_tensor(
@@ -292,8 +355,13 @@ def muon_learning_rate(lr: float, adjust_lr_fn: str | None, shape: torch.Size) -
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether Python hooks run on the gradient of a parameter, or after it was accumulated."""
-    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+    """Whether Python hooks run on the gradient of a parameter."""
+    return bool(parameter._backward_hooks)
+
+
+def has_hooks_after_accumulation(parameter: Tensor) -> bool:
+    """Whether Python hooks run after the gradient of a parameter was accumulated."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 def grad_scaler_scale(scaler: "GradScaler") -> Tensor | None:
@@ -407,15 +475,24 @@ def replace_clipping(plugin: Precision, replacement: Callable[..., None]) -> Pat
 
 def is_compiled(module: "pl.LightningModule") -> bool:
     """Whether torch.compile was called on the module or a submodule: whole, in place or as a wrapper."""
-    return getattr(module, "_compiler_ctx", None) is not None or any(
-        inner._compiled_call_impl is not None or name.rpartition(".")[2] == "_orig_mod"
-        for name, inner in module.named_modules()
-    )
+    return has_compiled_steps(module) or any(map(is_compiled_module, module.modules()))
 
 
-def is_orthogonal_parametrization(module: torch.nn.Module) -> bool:
-    """Whether this is what ``parametrizations.orthogonal`` makes a weight with."""
-    return isinstance(module, torch.nn.utils.parametrizations._Orthogonal)
+def has_compiled_steps(module: torch.nn.Module) -> bool:
+    """Whether torch.compile was called on a LightningModule, which compiles its steps."""
+    return getattr(module, "_compiler_ctx", None) is not None
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether a module was compiled in place, or is what torch.compile puts around another one."""
+    return compiled_call_of(module) is not None or "_orig_mod" in module._modules
+
+
+def compiled_call_of(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """What ``module.compile()`` has made of the module's call; None if it was not compiled in place."""
+    call: Any = module._compiled_call_impl
+    compiled: Callable[..., Any] | None = getattr(call, "compiled_below", call)  # below an intercepted call
+    return compiled
 
 
 def scheduler_parts(scheduler: LRScheduler) -> tuple[Sequence[LRScheduler], Sequence[int]]:
@@ -441,15 +518,6 @@ def has_other_step_hooks(before: RemovableHandle, after: RemovableHandle) -> boo
         or len(_OPTIMIZER_MODULE._global_optimizer_pre_hooks) > 1
         or len(_OPTIMIZER_MODULE._global_optimizer_post_hooks) > 0
     )
-
-
-def is_next_to_the_step(before: RemovableHandle, after: RemovableHandle) -> bool:
-    """Whether nothing else is called between these hooks of an optimizer and its step."""
-    hooks_before, hooks_after = before.hooks_dict_ref(), after.hooks_dict_ref()
-    if hooks_before is None or hooks_after is None:
-        return False
-    last, first = list(hooks_before)[-1], next(iter(hooks_after))
-    return bool(last == before.id and first == after.id)
 
 
 def make_room_for_hooks(optimizer: Optimizer) -> None:

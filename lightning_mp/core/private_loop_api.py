@@ -3,6 +3,7 @@
 import builtins
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -11,13 +12,15 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.progress import _ProcessedTracker
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_mp.core.patches import Patches
+from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.core.random_state import random_state_kept
 
 
@@ -60,6 +63,48 @@ def logger_step(trainer: "pl.Trainer") -> int:
 def is_accumulating(trainer: "pl.Trainer") -> bool:
     """Whether no step was made after this micro-batch; Lightning logs nothing then."""
     return trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+
+
+@dataclass
+class BatchClosure:
+    """The closure of one batch in automatic optimization, taken apart; whoever steps the optimizer calls it."""
+
+    arguments: Mapping[str, Any]  # of the training step: the batch first, then its index if that takes one
+    batch_idx: int
+    optimizer: Optimizer
+    training_step: Callable[[Any], ClosureResult]  # of a batch; the loss is divided by `accumulate_grad_batches`
+    zero_grad: Callable[[], None] | None  # where the batch opens a window
+    backward: Callable[[Tensor], None] | None
+
+    @property
+    def batch(self) -> Any:
+        """What the loader returned, on its device."""
+        return self.arguments["batch"]
+
+
+def replace_closures(
+    trainer: "pl.Trainer", begin: Callable[[BatchClosure], Callable[[], ClosureResult] | None]
+) -> None:
+    """Has ``begin`` make what runs training step, ``zero_grad`` and backward of each batch; None keeps Lightning's."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def make_closure(arguments: Any, optimizer: Optimizer, batch_idx: int) -> Any:
+        closure = making.original(arguments, optimizer, batch_idx)
+        warnings = closure.warning_cache  # not the closure itself, which will refer to this: it would keep its batch
+
+        def training_step(batch: Any) -> ClosureResult:
+            output = loop._training_step(type(arguments)(arguments, batch=batch))
+            if output.closure_loss is None:
+                warnings.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
+            return output
+
+        parts = closure._zero_grad_fn, closure._backward_fn
+        run = begin(BatchClosure(arguments, batch_idx, optimizer, training_step, *parts))
+        if run is not None:
+            closure.closure = torch.enable_grad()(run)
+        return closure
+
+    making = Patches.of(trainer).replace(loop, "_make_closure", make_closure)
 
 
 def end_resumed_epoch(trainer: "pl.Trainer") -> bool:
@@ -394,6 +439,11 @@ def around_validation(trainer: "pl.Trainer", before: Callable[[], None], after: 
 
 
 # -- logged values -----------------------------------------------------------------------------------------------------
+
+
+def replace_logging(trainer: "pl.Trainer", log: Callable[..., None]) -> Patch:
+    """Has ``log`` take what ``self.log`` is called with in training, with the hook's name before the others."""
+    return Patches.of(trainer).replace(trainer.fit_loop.epoch_loop._results, "log", log)
 
 
 def logged_results(trainer: "pl.Trainer") -> dict[str, Any]:

@@ -41,6 +41,14 @@ class RandomState:
             device, torch.get_rng_state(), _device_state(device), random.getstate(), np.random.get_state(legacy=False)
         )
 
+    def is_current(self) -> bool:
+        """Whether torch's generators are still where they were: nothing was drawn from them."""
+        device_state = _device_state(self.device)
+        same = self.device_state is device_state or (
+            self.device_state is not None and device_state is not None and torch.equal(self.device_state, device_state)
+        )
+        return same and torch.equal(self.torch_state, torch.get_rng_state())
+
     def restore(self) -> None:
         """Puts all generators back to where they were."""
         import numpy as np

@@ -13,7 +13,7 @@ from lightning_mp.language_model import GPTConfig, config_for_parameters
 from lightning_mp.language_model.text import BLOCK_TOKENS
 from lightning_mp.planning import tokens_for
 from lightning_mp.precision.fp8.conversion import Float8Recipe
-from lightning_mp.precision.masters.store import Storage
+from lightning_mp.precision.masters.checks import Storage
 
 
 def setting(

@@ -186,10 +186,10 @@ class NoiseWindow:
     # this rank's share of the squared norm of the step's gradient; None where the outcome has it
     big_square: Tensor | None = None
 
-    def add(self, samples: int, tokens: float | Tensor, weight: float | Tensor) -> None:
+    def add(self, samples: int, tokens: float | Tensor) -> None:
         """Books a micro-batch."""
         if not self.micro_batches:
-            self.first_size, self.first_weight = samples, weight
+            self.first_size = samples
         self.micro_batches += 1
         self.samples += samples
         self.inverse_sizes += 1 / samples

@@ -33,9 +33,15 @@ from torch.distributed.tensor import DTensor
 from lightning_mp.core import private_api, private_sharding_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.number_formats import dtype_label
+from lightning_mp.flops.grouped_products import GroupedProducts, backward_in_modes
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.flops.operation_flops import multiplies, operation_flops, score_flops
-from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
+from lightning_mp.modules.stand_ins import (
+    batch_with,
+    module_with,
+    run_forward,
+    sum_of_outputs,
+)
 
 StepFunction = Callable[[nn.Module, Any], Any]
 
@@ -144,7 +150,7 @@ def count_flops(module: nn.Module, batch: Any, step: StepFunction | None = None)
 
     The module is copied to the meta device, where tensors have shapes and no numbers. Grouped-query attention, gated
     MLPs, frozen weights (no product for their gradients) and activation checkpoints come out right because they run as
-    they are. The module itself does not change.
+    they are. Inputs that need a gradient get one, and its operations count. The module itself does not change.
     """
     if any(
         isinstance(parameter, DTensor) or private_sharding_api.is_flat_shard(parameter)
@@ -154,10 +160,10 @@ def count_flops(module: nn.Module, batch: Any, step: StepFunction | None = None)
     run = step if step is not None else run_forward
     copy, batch = module_with(module, _on_meta), batch_with(batch, _on_meta)
     try:
-        with torch.device("meta"), MasksWithoutNumbers(), torch.enable_grad(), FlopTally() as tally:
+        with torch.device("meta"), MasksWithoutNumbers(), GroupedProducts(), torch.enable_grad(), FlopTally() as tally:
             loss = sum_of_outputs(run(copy, batch))
             if loss is not None:
-                loss.backward()
+                backward_in_modes(loss)
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error).lower():
             raise

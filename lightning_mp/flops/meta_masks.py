@@ -59,6 +59,8 @@ class MasksWithoutNumbers(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.__bool__ and self._has_no_numbers(args[0]):
             asking = sys._getframe(1)
+            while asking.f_code.co_name == "__torch_function__" and asking.f_back is not None:
+                asking = asking.f_back  # of a mode that was entered later
             if asking.f_globals["__name__"] in _MASK_MODULES:
                 return not self._has_padding or asking.f_code.co_name == _LOOKS_FOR_PACKED_SEQUENCES
         return func(*args, **(kwargs or {}))

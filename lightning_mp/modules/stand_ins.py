@@ -74,11 +74,13 @@ class _StandInCopies(TorchFunctionMode):
 def batch_with(batch: Any, stand_in: Callable[[Tensor], Tensor]) -> Any:
     """A batch with a stand-in for each of its tensors, found in the way in which Lightning moves a batch to a device.
 
+    The stand-in of a tensor that needs a gradient needs one, too.
+
     >>> import torch
     >>> batch_with({"x": torch.zeros(2), "names": ("a",)}, lambda tensor: tensor + 1)
     {'x': tensor([1., 1.]), 'names': ('a',)}
     """
-    return apply_to_collection(batch, Tensor, stand_in)
+    return apply_to_collection(batch, Tensor, lambda t: stand_in(t).requires_grad_(t.requires_grad))
 
 
 def run_forward(module: nn.Module, batch: Any) -> Any:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Muon, Optimizer
 
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import listed
-from lightning_mp.optimizers.sharded_muon import has_sharded_matrices, sharded_step
+from lightning_mp.optimizers.matrix_blocks import BLOCKS, refuse_unknown_blocks
+from lightning_mp.optimizers.sharded_muon import needs_own_step, sharded_step
 
 # In every parameter group, and so in every checkpoint: the index of the optimizer that steps the group.
 _OWNER = "optimizer_index"
@@ -41,7 +42,8 @@ class JointOptimizer(Optimizer):
             optimizer.step()                   on its own groups and state
 
     A ``torch.optim.Muon`` over DTensors (FSDP2, tensor parallelism) is stepped so that each matrix is gathered on one
-    rank and orthogonalised once; see :func:`~lightning_mp.optimizers.sharded_muon.sharded_step`.
+    rank and orthogonalised once, and by blocks where ``matrices_and_rest(split=...)`` says so; see
+    :func:`~lightning_mp.optimizers.sharded_muon.sharded_step`.
 
     If every optimizer unscales and skips in its own kernel (``fused=True``), so does the joint one; otherwise
     gradients are unscaled and checked before the step.
@@ -54,7 +56,8 @@ class JointOptimizer(Optimizer):
     Raises:
         ValueError: if there is no optimizer, one of them is not a ``torch.optim.Optimizer``, a parameter belongs to two
             of them, or a trainable parameter of ``module`` to none.
-        MisconfigurationException: if an optimizer must evaluate the loss itself (LBFGS, SAM).
+        MisconfigurationException: if an optimizer must evaluate the loss itself (LBFGS, SAM), or has matrices to
+            orthogonalise by blocks and is not torch's Muon.
 
     Example:
         >>> import torch
@@ -72,6 +75,7 @@ class JointOptimizer(Optimizer):
         self.optimizers = list(optimizers)
         _check_optimizers(self.optimizers)
         _refuse_shared_parameters(self.optimizers, module)
+        refuse_unknown_blocks(self.optimizers, knows=Muon)
         for index, optimizer in enumerate(self.optimizers):
             for group in optimizer.param_groups:
                 group[_OWNER] = index
@@ -124,7 +128,7 @@ class JointOptimizer(Optimizer):
         for optimizer in self.optimizers:
             vars(optimizer).update(in_kernel)
             try:
-                if has_sharded_matrices(optimizer):
+                if needs_own_step(optimizer):
                     sharded_step(optimizer)
                 else:
                     optimizer.step()
@@ -217,6 +221,10 @@ class JointOptimizer(Optimizer):
                 for group, owner in zip(state_dict["param_groups"], owners, strict=True)
                 if owner == index
             ]
+            for group, now in zip(groups, optimizer.param_groups, strict=True):
+                # How the model divides, and its ranks: not what a checkpoint says.
+                group.pop(BLOCKS, None)
+                group.update({BLOCKS: now[BLOCKS]} if BLOCKS in now else {})
             others = owned.difference(*(group["params"] for group in groups))
             state = {name: value for name, value in state_dict["state"].items() if name not in others}
             optimizer.state = defaultdict(dict)

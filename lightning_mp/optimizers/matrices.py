@@ -1,14 +1,19 @@
 """Which parameters are hidden matrices, for Muon, and which are the rest."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch import nn
 
+from lightning_mp.checkpoints.fused_qkv import fused_orders
 from lightning_mp.core.messages import listed
+from lightning_mp.optimizers.matrix_blocks import BLOCKS, Blocks, blocks_of
 
 Named = list[tuple[str, nn.Parameter]]
+
+# A linear layer of transformers whose weight is [inputs, outputs].
+_CONV1D = ("transformers.pytorch_utils", "Conv1D")
 
 # Names of output layers in nanoGPT, torchtitan, litgpt, timm, torchvision and transformers.
 _HEADS = {"lm_head", "head", "heads", "output", "classifier", "score", "unembed", "embed_out", "output_layer", "fc_out"}
@@ -21,7 +26,36 @@ class MatricesAndRest(NamedTuple):
     rest: Named
 
 
-def matrices_and_rest(module: nn.Module, *, matrices: Sequence[str] = (), rest: Sequence[str] = ()) -> MatricesAndRest:
+class GroupsAndRest(NamedTuple):
+    """The same, with the matrices in parameter groups: those that are split into blocks alike are in one."""
+
+    matrices: list[dict[str, Any]]
+    rest: Named
+
+
+@overload
+def matrices_and_rest(
+    module: nn.Module, *, matrices: Sequence[str] = (), rest: Sequence[str] = (), split: None = None
+) -> MatricesAndRest: ...
+
+
+@overload
+def matrices_and_rest(
+    module: nn.Module,
+    *,
+    matrices: Sequence[str] = (),
+    rest: Sequence[str] = (),
+    split: Mapping[str, int | Sequence[int]],
+) -> GroupsAndRest: ...
+
+
+def matrices_and_rest(
+    module: nn.Module,
+    *,
+    matrices: Sequence[str] = (),
+    rest: Sequence[str] = (),
+    split: Mapping[str, int | Sequence[int]] | None = None,
+) -> MatricesAndRest | GroupsAndRest:
     """Splits a module's trainable parameters into hidden matrices and the rest.
 
     Follows Muon's author and the projects that use it: matrices that act between hidden layers are orthogonalised;
@@ -35,24 +69,35 @@ def matrices_and_rest(module: nn.Module, *, matrices: Sequence[str] = (), rest: 
 
     Convolution kernels have more than two axes and are part of the rest: ``torch.optim.Muon`` takes matrices only.
 
+    A weight that holds several matrices, such as fused queries, keys and values, can be orthogonalised block by block
+    (``muon_split_qkv`` of Megatron-LM, ``split_sizes`` of dion): ``split={"*.query_key_value": 3}``. The result is, to
+    the bit, that of a module with one weight for each block. Give the matrices to a ``torch.optim.Muon`` inside of a
+    :class:`~lightning_mp.JointOptimizer`; Muon by itself does not know blocks.
+
     Args:
-        module: the module that is trained.
+        module: the module that is trained, sharded already if it will be.
         matrices: glob patterns of names to treat as matrices regardless of the rule.
         rest: glob patterns of names to treat as the rest regardless of the rule.
+        split: glob patterns of the names of matrices, or of the layers whose weight they are, and how their outputs
+            divide into blocks: the number of equal blocks, or the outputs of each. Sizes whose sum is a divisor of the
+            outputs are repeated, and all first ones are one block: ``(64, 64, 64)`` for layers of transformers in which
+            each head of width 64 has its query, key and value side by side (GPT-NeoX, BLOOM).
 
     Returns:
         ``(matrices, rest)``, each a list of ``(name, parameter)``. Both name every parameter once, tied ones by their
-        first name; frozen ones are left out.
+        first name; frozen ones are left out. With ``split`` the matrices are a list of parameter groups.
 
     Raises:
-        ValueError: if a pattern matches no trainable parameter, if one name is matched by both, or if ``matrices``
-            names a parameter that does not have two axes.
+        ValueError: if a pattern matches no trainable parameter, if one name is matched by both, if ``matrices``
+            names a parameter that does not have two axes, or ``split`` one that is no matrix or does not divide so.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 10))
-        >>> split = matrices_and_rest(net)
-        >>> [name for name, _ in split.matrices]
+        >>> [name for name, _ in matrices_and_rest(net).matrices]
         ['1.weight']
+        >>> groups, _ = matrices_and_rest(net, split={"1": 2})
+        >>> [[name for name, _ in group["params"]] for group in groups]
+        [['1.weight']]
     """
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     asked = {name for name, _ in trainable if _matches(name, matrices)}
@@ -67,7 +112,7 @@ def matrices_and_rest(module: nn.Module, *, matrices: Sequence[str] = (), rest: 
     if asked & kept:
         raise ValueError(f"matrices_and_rest: {listed(sorted(asked & kept))} is named in matrices and in rest.")
     outer = _outer_weights(module)
-    split = MatricesAndRest([], [])
+    found = MatricesAndRest([], [])
     for name, parameter in trainable:
         if name in asked and parameter.ndim != 2:
             raise ValueError(
@@ -76,8 +121,33 @@ def matrices_and_rest(module: nn.Module, *, matrices: Sequence[str] = (), rest: 
             )
         is_hidden = parameter.ndim == 2 and id(parameter) not in outer
         chosen = name in asked or (is_hidden and name not in kept)
-        (split.matrices if chosen else split.rest).append((name, parameter))
-    return split
+        (found.matrices if chosen else found.rest).append((name, parameter))
+    return found if split is None else GroupsAndRest(_groups(module, found.matrices, split), found.rest)
+
+
+def _groups(module: nn.Module, matrices: Named, split: Mapping[str, int | Sequence[int]]) -> list[dict[str, Any]]:
+    """One parameter group for each way of splitting that occurs."""
+    orders, ways = fused_orders(module), dict[str, Blocks]()
+    for pattern, parts in split.items():
+        matched = [(n, p) for n, p in matrices if fnmatchcase(n, pattern) or fnmatchcase(n.rpartition(".")[0], pattern)]
+        if not matched:
+            raise ValueError(
+                f"matrices_and_rest(split={dict(split)!r}): {pattern!r} matches no matrix, nor a layer whose weight is"
+                f" one. The names of the matrices are {listed([name for name, _ in matrices])}."
+            )
+        for name, parameter in matched:
+            if name in ways:
+                raise ValueError(f"matrices_and_rest(split={dict(split)!r}): two patterns match {name}. Leave one out.")
+            layer = type(module.get_submodule(name.rpartition(".")[0]))
+            dim = int((layer.__module__, layer.__qualname__) == _CONV1D)
+            try:
+                ways[name] = blocks_of(parameter.shape[dim], parts, dim, orders.get(name))
+            except ValueError as error:
+                raise ValueError(f"matrices_and_rest(split={{{pattern!r}: {parts!r}}}): {name} has {error}") from None
+    groups: dict[Blocks | None, Named] = {}
+    for name, parameter in matrices:
+        groups.setdefault(ways.get(name), []).append((name, parameter))
+    return [{"params": named, **({} if way is None else {BLOCKS: way})} for way, named in groups.items()]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

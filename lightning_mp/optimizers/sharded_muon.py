@@ -1,4 +1,7 @@
-"""Muon on weights that are sharded: each matrix is put together on one rank, orthogonalised there, and sent back."""
+"""Muon on weights that are sharded, or hold several matrices.
+
+Each sharded matrix is put together on one rank, orthogonalised there, and sent back.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,17 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Muon, Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_sharding_api
+from lightning_mp.optimizers.matrix_blocks import BLOCKS, learning_rates, orthogonalized
 
 #: What torch's Newton-Schulz iteration computes in; shards travel in it.
 ITERATION_DTYPE = torch.bfloat16
 
 
-def has_sharded_matrices(optimizer: Optimizer) -> TypeGuard[Muon]:
-    """Whether this is torch's Muon, and some of its matrices are DTensors."""
+def needs_own_step(optimizer: Optimizer) -> TypeGuard[Muon]:
+    """Whether this is torch's Muon, and some of its matrices are DTensors, or orthogonalised by blocks."""
     if type(optimizer) is not Muon:
         return False
-    return any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
+    return any(_is_ours(group, parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_ours(group: dict[str, Any], parameter: Tensor) -> bool:
+    return BLOCKS in group or isinstance(parameter, DTensor)
 
 
 @torch.no_grad()
@@ -44,14 +52,18 @@ def sharded_step(optimizer: Muon) -> None:
             P_j <- (1 - lr wd) P_j - lr_j O_j      on shards, lr_j = AdjustLR(lr, shape of the whole)
 
     Where a matrix is sharded over several axes of a mesh (FSDP2 and tensor parallelism together), it is first gathered
-    over all but the first of these, and orthogonalised once for each rank of the others. Plain matrices of the same
-    optimizer are stepped by torch. All ranks of a mesh must have gradients of the same matrices.
+    over all but the first of these, and orthogonalised once for each rank of the others. Plain matrices that are
+    not split into blocks are stepped by torch. All ranks of a mesh must have gradients of the same matrices.
     """
-    with _only_plain_parameters(optimizer):
+    with _only_others(optimizer):
         optimizer.step()  # its hooks are called here
     for group in optimizer.param_groups:
-        with_gradient = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
-        for (mesh, _), found in groupby(with_gradient, lambda p: (p.device_mesh, p.placements)):
+        with_gradient = [p for p in group["params"] if _is_ours(group, p) and p.grad is not None]
+        for matrix in with_gradient:
+            if not isinstance(matrix, DTensor):
+                _apply(group, matrix, orthogonalized(_momentum_update(optimizer, group, matrix), group), matrix.shape)
+        sharded = [p for p in with_gradient if isinstance(p, DTensor)]
+        for (mesh, _), found in groupby(sharded, lambda p: (p.device_mesh, p.placements)):
             matrices = list(found)
             size = dist.get_world_size(_exchange_group(mesh, matrices[0].placements))
             for start in range(0, len(matrices), size):
@@ -65,30 +77,39 @@ def _step_together(optimizer: Muon, group: dict[str, Any], matrices: Sequence[DT
     shards = [update.redistribute(placements=layout).to_local().to(ITERATION_DTYPE) for update in updates]
     axis = next((placement.dim for placement in layout if isinstance(placement, Shard)), None)
     if axis is None:
-        orthogonal = [private_api.orthogonalized(whole, group) for whole in shards]
+        orthogonal = [orthogonalized(whole, group) for whole in shards]
     else:
         shapes = [update.shape for update in updates]
         orthogonal = _exchanged(shards, shapes, axis, group, _exchange_group(mesh, layout))
-    lr = float(group["lr"])
     for matrix, shard in zip(matrices, orthogonal, strict=True):
         whole = DTensor.from_local(
             shard, mesh, layout, run_check=False, shape=matrix.shape, stride=matrix.stride()
         ).redistribute(placements=matrix.placements)
-        matrix.mul_(1 - lr * group["weight_decay"])
-        matrix.add_(whole, alpha=-private_api.muon_learning_rate(lr, group["adjust_lr_fn"], matrix.shape))
+        begins = private_sharding_api.first_element_of_shard(matrix)
+        _apply(group, matrix.to_local(), whole.to_local(), matrix.shape, begins)
 
 
-def _momentum_update(optimizer: Muon, group: dict[str, Any], matrix: DTensor) -> DTensor:
+def _apply(
+    group: dict[str, Any], part: Tensor, update: Tensor, shape: torch.Size, begins: Sequence[int] = (0, 0)
+) -> None:
+    """Takes the step in a matrix of this shape, or in the part of it that begins there."""
+    part.mul_(1 - float(group["lr"]) * group["weight_decay"])
+    for lr, dim, ranges in learning_rates(group, shape):
+        for start, end in ranges:
+            first, last = (min(max(0, at - begins[dim]), part.shape[dim]) for at in (start, end))
+            if last > first:
+                part.narrow(dim, first, last - first).add_(update.narrow(dim, first, last - first), alpha=-lr)
+
+
+def _momentum_update(optimizer: Muon, group: dict[str, Any], matrix: Tensor) -> Any:
     gradient = matrix.grad
-    assert isinstance(gradient, DTensor)
+    assert gradient is not None
     state = optimizer.state[matrix]
     if "momentum_buffer" not in state:
         state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
     momentum = state["momentum_buffer"]
     momentum.lerp_(gradient, 1 - group["momentum"])
-    update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-    assert isinstance(update, DTensor)
-    return update
+    return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
 
 def _exchanged(
@@ -108,7 +129,7 @@ def _exchanged(
     dist.all_to_all_single(incoming, outgoing, received, sent, group=process_group)
     if parts:
         pieces = [piece.view(part) for piece, part in zip(incoming.split(received), parts, strict=True)]
-        orthogonal = private_api.orthogonalized(torch.cat(pieces, axis), settings)
+        orthogonal = orthogonalized(torch.cat(pieces, axis), settings)
         lengths = [part[axis] for part in parts]
         incoming = torch.cat([piece.flatten() for piece in orthogonal.split(lengths, axis)])
     dist.all_to_all_single(outgoing, incoming, sent, received, group=process_group)
@@ -139,10 +160,10 @@ def _exchange_group(mesh: DeviceMesh, placements: Sequence[Placement]) -> dist.P
 
 
 @contextmanager
-def _only_plain_parameters(optimizer: Optimizer) -> Iterator[None]:
+def _only_others(optimizer: Optimizer) -> Iterator[None]:
     before = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if not isinstance(parameter, DTensor)]
+        group["params"] = [parameter for parameter in group["params"] if not _is_ours(group, parameter)]
     try:
         yield
     finally:

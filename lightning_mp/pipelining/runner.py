@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lightning_mp.accumulation.batch_split import Microbatch
-from lightning_mp.accumulation.microbatched_step import microbatch_shares, weighting_of
-from lightning_mp.accumulation.ready_gradients import factor_of_backward, loss_with_gradients
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.patches import Patch
 from lightning_mp.core.rank_rng import RankRNG
@@ -23,6 +21,8 @@ from lightning_mp.modules.state import gradients_set_aside
 from lightning_mp.pipelining.layers import Layer, loss_of
 from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import microbatches_of, refuse_other_batches, signature
+from lightning_mp.pipelining.ready_gradients import factor_of_backward, loss_with_gradients
+from lightning_mp.pipelining.shares import microbatch_shares, weighting_of
 from lightning_mp.pipelining.stage import Stage, StageModule
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.loss_weighting import Weighting

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only,
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.checkpoints.former_masters import take_masters, warn_about_rounded_weights
 from lightning_mp.core import private_api
 from lightning_mp.core.bar_messages import keep_messages_off_the_bar
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
@@ -42,6 +43,7 @@ from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
 from lightning_mp.optimizers.low_bit_states import save_plain_tensors
+from lightning_mp.optimizers.matrix_blocks import refuse_unknown_blocks
 from lightning_mp.optimizers.schedule_free import EvaluatedWeights
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
@@ -85,7 +87,6 @@ class Carried:
     skipped_steps: int = 0  # of the fits so far
     loss_weights: dict[str, Any] | None = None  # see `AccumulationController.weights_state`
     policy_table: str = ""  # what a policy resolved to
-    warned_about_rounding: bool = False  # of masters that Lightning's own plugins do not read
 
 
 class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
@@ -246,6 +247,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if self.scaler is not None:
             refuse_closures_under_a_scale(optimizer, self)
         refuse_without_dtensors(optimizer)
+        refuse_unknown_blocks([optimizer], knows=JointOptimizer)
         save_plain_tensors(optimizer)
         # With a loss scaler, Lightning's own plugins wait, too.
         waits = why_steps_wait(optimizer) if self.scaler is None else None
@@ -276,12 +278,12 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def _connect_late(self, optimizer: Optimizer) -> None:
         """What a plugin does in ``connect`` to each optimizer of a fit."""
 
-    def _start_autocast(self, autocast: AutocastRun) -> None:
-        """Forwards run under it from now on. Prints what the policy resolved to, if it has changed."""
+    def _start_autocast(self, autocast: AutocastRun, *, announced: bool = True) -> None:
+        """Forwards run under it from now on. Prints what the user's policy resolved to, if it has changed."""
         self._run.autocast = autocast
         self._run.ends.callback(autocast.detach)
         table = str(autocast.resolved) if autocast.resolved is not None else ""
-        if autocast.resolved is not None and table != self._carried.policy_table:
+        if announced and autocast.resolved is not None and table != self._carried.policy_table:
             self._carry(policy_table=table)
             rank_zero_only(show)(autocast.resolved)
 
@@ -506,6 +508,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             # Strategies that restore after their set-up have split parameters, and so optimizers, into parts.
             whole = not strategy.restore_checkpoint_after_setup
             refuse_other_optimizers(checkpoint["optimizer_states"], optimizers, counts_parameters=whole)
+        self._read_former_masters(checkpoint)
         saved = checkpoint.get(_PRECISION_KEY, self.precision)
         if saved != self.precision:
             rank_zero_info(
@@ -529,6 +532,15 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             f"{type(self).__name__}: the checkpoint holds no loss scale, so the scale starts again at"
             f" {self.scaler.get_scale():g}. That is expected if the run had another precision."
         )
+
+    def _read_former_masters(self, checkpoint: dict[str, Any]) -> None:
+        """Strategies that restore after their set-up have read them, if they can, as part of the weights."""
+        strategy = self._run.trainer.strategy
+        if not strategy.restore_checkpoint_after_setup:
+            for parameter, master in take_masters(checkpoint, self._run.trainer.optimizers).items():
+                parameter.data.copy_(master)
+        elif not isinstance(strategy, ModelParallelStrategy) or type(strategy) is ModelParallelStrategy:
+            warn_about_rounded_weights(checkpoint)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Writes the scaler's state where the stock plugins look for it, too, and how many steps were skipped."""

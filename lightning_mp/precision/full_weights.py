@@ -1,28 +1,17 @@
-"""Plugins that train fp32 weights: they refuse others, and continue from the masters of a 16-bit run."""
+"""Plugins that train the weights as they are given, and refuse 16-bit ones."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.core.messages import listed
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.precision.base import GradientStepPrecision, PluginRun
-from lightning_mp.precision.masters.float32_load import MastersLoad
-from lightning_mp.precision.masters.loaded_masters import (
-    MASTERS_KEY,
-    MastersIntoWeights,
-    drop_stale_masters,
-    refuse_damaged_masters,
-    warn_about_rounded_weights,
-)
+from lightning_mp.precision.base import GradientStepPrecision
 
 
 def lost_updates(weight: Tensor, size: float) -> int:
@@ -89,59 +78,25 @@ class TrainedWeights:
         )
 
 
-@dataclass(eq=False)
-class FullWeightsRun(PluginRun):
-    """Adds the readers of a checkpoint's masters, one for each optimizer of a fit."""
-
-    into_weights: list[MastersIntoWeights] = field(default_factory=list)
-
-
 class FullWeightsPrecision(GradientStepPrecision):
-    """Base class of the plugins without masters; users take ``AutocastPrecision``.
-
-    A checkpoint of ``MasterWeightsPrecision`` is resumed without loss: its 16-bit weights become the fp32 masters that
-    its optimizer states hold.
-    """
-
-    def _begin_run(self, trainer: "pl.Trainer") -> PluginRun:
-        return FullWeightsRun(trainer)
+    """Base class of the plugins that train the weights as they are given; users take ``AutocastPrecision``."""
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Starts reporting outcomes and checks what is trained, in a fit; masters in checkpoints become weights.
+        """Starts reporting outcomes and checks what is trained, in a fit.
 
         Raises:
             MisconfigurationException: if trainable weights are fp16.
         """
         result = super().connect(model, optimizers, lr_schedulers)
-        run = self._run
-        assert isinstance(run, FullWeightsRun)
-        if run.is_fit:
+        if self._run.is_fit:
             for optimizer in optimizers:
                 self._connect_late(optimizer)
-            if isinstance(run.trainer.strategy, ModelParallelStrategy):
-                MastersLoad(run.trainer.strategy, run.trainer.lightning_module, run.into_weights)
         return result
 
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
-        assert isinstance(run, FullWeightsRun)
-        into_weights = MastersIntoWeights(optimizer)
-        run.ends.callback(into_weights.remove)
-        run.into_weights.append(into_weights)
         module, plugin = run.trainer.lightning_module, f"{type(self).__name__}({self.precision!r})"
         trained = TrainedWeights(plugin, optimizer, lambda: {p: name for name, p in module.named_parameters()})
         run.ends.callback(trained.remove)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Reads the scaler's state; leaves out masters that are older than the checkpoint's weights."""
-        refuse_damaged_masters(checkpoint, type(self).__name__)
-        super().on_load_checkpoint(checkpoint)
-        drop_stale_masters(checkpoint)
-        run = self._run
-        assert isinstance(run, FullWeightsRun)
-        taken = any(into_weights.taken for into_weights in run.into_weights)
-        saved_in = checkpoint.get(MASTERS_KEY, "32-true")
-        if run.trainer.strategy.restore_checkpoint_after_setup and saved_in != "32-true" and not taken:
-            warn_about_rounded_weights(saved_in)

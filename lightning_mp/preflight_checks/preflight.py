@@ -37,7 +37,8 @@ from lightning_mp.preflight_checks.trainer_facts import (
     weights_of,
 )
 from lightning_mp.preflight_checks.watched_step import StandInTrainer, WatchedStep
-from lightning_mp.step_memory.estimate import reserved_range, under_ddp, under_fsdp2
+from lightning_mp.step_memory.estimate import over_a_window, reserved_range, under_ddp, under_fsdp2
+from lightning_mp.step_memory.kernels import CUDA_WORKSPACE_BYTES
 from lightning_mp.step_memory.live_storages import MemorySample
 
 
@@ -86,7 +87,7 @@ class TrainerInspection:
             step=self._step(watched, given, run),
             schedulers=watched.schedulers if watched is not None else (),
             budget=self._attempt("budget", lambda: given and budget_of(trainer, module, given.batch)),
-            memory=self._attempt("memory", lambda: self._memory(watched)),
+            memory=self._attempt("memory", lambda: self._memory(watched, run)),
             checkpoint=self._attempt("checkpoint", lambda: self._checkpoint(watched, ckpt_path)),
             dtype_error=self._dtype_error,
             refused_in_16_bit=watched.refused_in_16_bit if watched is not None else None,
@@ -127,6 +128,7 @@ class TrainerInspection:
             storage_of(self._trainer),
             getattr(plugin, "policy", None),
             self._device.accelerator,
+            is_sharded=isinstance(self._trainer.strategy, FSDPStrategy | ModelParallelStrategy),
         )
         self._attempt("training step", lambda: self._try_step(step))
         self._dtype_error = self._dtype_error or watched.mixed_dtypes
@@ -172,7 +174,7 @@ class TrainerInspection:
         again = self._watch(data, run, window=int(found.loss_divisor) + 1).found
         return replace(found, divisor_follows=again is not None and again.loss_divisor == found.loss_divisor + 1)
 
-    def _memory(self, watched: WatchedStep | None) -> FoundMemory | None:
+    def _memory(self, watched: WatchedStep | None, run: FoundRun) -> FoundMemory | None:
         available = available_bytes(self._trainer, self._device, self._device_name)
         if watched is None or available is None or not watched.has_optimizers:
             return None
@@ -180,15 +182,19 @@ class TrainerInspection:
             if not self._module.automatic_optimization:
                 self._cannot("memory", "the module makes its backwards itself (manual optimization).")
             return None
-        live = max(sample.total_bytes for sample in self._of_strategy(watched.samples, watched.copy))
+        is_window = max(run.window_lengths, default=1) > 1
+        samples = over_a_window(watched.samples) if is_window else watched.samples
+        live = max(sample.total_bytes for sample in self._of_strategy(samples, watched.copy, is_window=is_window))
+        live += CUDA_WORKSPACE_BYTES if self._device.accelerator == "cuda" else 0
         return FoundMemory(live_bytes=live, reserved_bytes=reserved_range(live)[1], available_bytes=available)
 
-    def _of_strategy(self, samples: list[MemorySample], copy: nn.Module) -> list[MemorySample]:
+    def _of_strategy(self, samples: list[MemorySample], copy: nn.Module, *, is_window: bool) -> list[MemorySample]:
         strategy = self._trainer.strategy
         if isinstance(strategy, SingleDeviceStrategy):
             return samples
         if isinstance(strategy, DDPStrategy):
-            return under_ddp(samples, gradients_are_views=False)
+            views = bool(private_loop_api.ddp_arguments(strategy).get("gradient_as_bucket_view"))
+            return under_ddp(samples, gradients_are_views=views and not is_window)
         ranks = data_ranks_of(self._trainer)
         if isinstance(strategy, FSDPStrategy):
             return under_fsdp2(samples, copy, ranks, storage_of(self._trainer), None)

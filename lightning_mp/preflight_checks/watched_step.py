@@ -204,7 +204,15 @@ class WatchedStep:
         self._weight_copies: tuple[tuple[str, int], ...] = ()
         self._copied_bytes = 0
 
-    def run(self, batch: Any, precision: PrecisionSpec, policy: PrecisionPolicy | None, device_type: str) -> None:
+    def run(
+        self,
+        batch: Any,
+        precision: PrecisionSpec,
+        policy: PrecisionPolicy | None,
+        device_type: str,
+        *,
+        is_sharded: bool = False,
+    ) -> None:
         """Runs it once."""
         self._watch_for_16_bit = WatchFor16Bit(device_type, lambda: self.copy)
         with random_state_kept(torch.device("cpu")), ExitStack() as stack, warnings.catch_warnings():
@@ -223,6 +231,7 @@ class WatchedStep:
                     precision=precision,
                     policy=policy,
                     device_type=device_type,
+                    is_sharded=is_sharded,
                     prepare=self._prepare,
                 )
             except ValueError as error:

@@ -17,14 +17,16 @@ from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.core.quantities import format_bytes
 from lightning_mp.core.text_columns import aligned
 from lightning_mp.modules.names import named_modules
+from lightning_mp.policy.gathered_dtypes import gathered_low
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
-from lightning_mp.policy.operations import FAMILIES, operation_of_module
 from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.step_memory.kernels import CUDA_WORKSPACE_BYTES
 from lightning_mp.step_memory.live_storages import PARTS, MemorySample, Part
 from lightning_mp.step_memory.simulated_step import StepFunction, simulate_step
 from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory
 
 MemoryStrategy = Literal["single", "ddp", "fsdp2"]
+GradientSync = Literal["window", "micro_batch"]
 # Rajbhandari et al. 2020, arXiv:1910.02054, section 3.2: in extreme cases out of memory with over 30% of it free.
 _WORST_FRAGMENTATION = 0.3
 _CONTEXT_BYTES = 1024**3  # CUDA context, cuBLAS and NCCL workspaces: an allowance, not measured
@@ -115,6 +117,8 @@ def estimate_memory(
     ranks: int = 1,
     units: ModulePattern | Sequence[ModulePattern] | None = None,
     gradient_as_bucket_view: bool = False,
+    accumulate_grad_batches: int | None = None,
+    sync: GradientSync = "micro_batch",
     device_type: str = "cuda",
 ) -> MemoryEstimate:
     """Estimates the memory of one training step, on one device or on each of several ranks.
@@ -128,7 +132,8 @@ def estimate_memory(
     positions to be those of one sequence.
 
     The order of events is Lightning's: with its own plugins, gradients of the previous step live until the forward has
-    ended. Operations count with their outputs; the workspace of kernels is not included.
+    ended; those of earlier micro-batches live through forward and backward. Operations count with their outputs. Of the
+    workspaces of kernels, those of cuBLAS and of a CPU's oneDNN are included; those of cuDNN are not.
 
     Args:
         module: any module; for a LightningModule, ``training_step`` and ``configure_optimizers`` are used. Parameters
@@ -146,6 +151,10 @@ def estimate_memory(
         units: with "fsdp2": modules that are gathered one after the other, as ``FSDP2Strategy(shard=...)`` takes them;
             None finds repeated blocks.
         gradient_as_bucket_view: with "ddp": as in ``DDPStrategy``.
+        accumulate_grad_batches: micro-batches per optimizer step. None is that of the Trainer that the module is
+            attached to, or 1.
+        sync: with "fsdp2": as in :class:`~lightning_mp.AccumulationScheduler`; "micro_batch" is what FSDP2 does without
+            it, "window" holds whole gradients in fp32.
         device_type: the device type to estimate for: its autocast lists and, on "cuda", foreach optimizers by default.
 
     Returns:
@@ -171,25 +180,46 @@ def estimate_memory(
     """
     row = find_precision(precision)
     _check(module, strategy, ranks, units, device_type)
-    rules = policy if policy is not None else getattr(precision, "policy", None)
+    window = _window(module, accumulate_grad_batches)
+    if sync not in get_args(GradientSync):
+        raise ValueError(f"`sync` {sync!r} is not known. Use one of {', '.join(get_args(GradientSync))}.")
+    of_name = PrecisionPolicy.default() if row.master_bytes and isinstance(precision, str) else None
+    rules = policy if policy is not None else getattr(precision, "policy", of_name)
     if rules is not None and not (row.autocast or row.master_bytes):
         raise ValueError(f"`policy` needs a precision that has one, got {row.name!r}. Use bf16-mixed, or leave it out.")
+    chosen = rules if rules is None or isinstance(rules, PrecisionPolicy) else PrecisionPolicy(rules)
     samples = simulate_step(
         module,
         batch,
         step,
         optimizer=optimizer,
         precision=row,
-        policy=rules if rules is None or isinstance(rules, PrecisionPolicy) else PrecisionPolicy(rules),
+        policy=chosen,
         device_type=device_type,
+        is_sharded=strategy == "fsdp2",
     )
+    if window > 1:
+        samples = over_a_window(samples)
     if strategy == "ddp":
-        samples = under_ddp(samples, gradients_are_views=gradient_as_bucket_view)
+        # Earlier micro-batches of a window reduce nothing: their gradients are no views.
+        samples = under_ddp(samples, gradients_are_views=gradient_as_bucket_view and window == 1)
     elif strategy == "fsdp2":
-        samples = under_fsdp2(samples, module, ranks, row, units)
+        whole = window > 1 and sync == "window"
+        samples = under_fsdp2(
+            samples, module, ranks, row, units, policy=chosen, whole_gradients=whole, device_type=device_type
+        )
+    if device_type == "cuda":
+        samples = [_with(sample, {"workspaces": CUDA_WORKSPACE_BYTES}) for sample in samples]
     return MemoryEstimate(
         samples=tuple(samples), precision=row.name, strategy=strategy, ranks=ranks, device_type=device_type
     )
+
+
+def _window(module: nn.Module, accumulate_grad_batches: int | None) -> int:
+    if accumulate_grad_batches is None:
+        trainer = getattr(module, "_trainer", None)
+        accumulate_grad_batches = int(getattr(trainer, "accumulate_grad_batches", 1))
+    return whole_number(accumulate_grad_batches, "accumulate_grad_batches")
 
 
 def _check(module: nn.Module, strategy: str, ranks: int, units: object, device_type: str) -> None:
@@ -245,15 +275,27 @@ _SHARDED: frozenset[Part] = frozenset({"weights", "masters", "optimizer states",
 _UNITS_AT_ONCE = 2  # the unit that runs and the next one, which is gathered meanwhile
 
 
+def over_a_window(samples: Sequence[MemorySample]) -> list[MemorySample]:
+    """The gradients of earlier micro-batches live through forward and backward; each new one comes on top of them."""
+    whole = max((sample.bytes_by_part.get("gradients", 0) for sample in samples), default=0)
+    return [_with(sample, {"gradients": whole}) for sample in samples]
+
+
 def under_ddp(samples: Sequence[MemorySample], *, gradients_are_views: bool = False) -> list[MemorySample]:
     """Every rank holds everything; gradients are there a second time, in the buckets that are reduced.
+
+    As views of the buckets, gradients are there once, and always: they are cleared, but not freed. Until a backward
+    has ended, those that it makes come on top of the buckets.
 
     Source:
         Li et al. 2020, arXiv:2006.15704, section 3.2; torch's DistributedDataParallel makes the buckets when it wraps
         the model.
     """
-    buckets = 0 if gradients_are_views else max((s.bytes_by_part.get("gradients", 0) for s in samples), default=0)
-    return [_with(sample, {"communication buffers": buckets}) for sample in samples]
+    buckets: dict[Part, int] = {
+        "communication buffers": max((s.bytes_by_part.get("gradients", 0) for s in samples), default=0)
+    }
+    are_in_buckets: dict[Part, int] = {"gradients": 0} if gradients_are_views else {}
+    return [_with(sample, buckets if sample.phase == "backward" else buckets | are_in_buckets) for sample in samples]
 
 
 def under_fsdp2(
@@ -262,18 +304,25 @@ def under_fsdp2(
     ranks: int,
     precision: PrecisionSpec,
     units: ModulePattern | Sequence[ModulePattern] | None = None,
+    *,
+    policy: PrecisionPolicy | None = None,
+    whole_gradients: bool = False,
+    device_type: str = "cuda",
 ) -> list[MemorySample]:
     """Weights, gradients, masters and optimizer states are sharded; weights are gathered unit by unit.
 
     A rank holds the first ``ceil(n / ranks)`` rows of each parameter. What is in no unit is gathered for the whole
     forward and backward; of the units two are, because the next one is gathered while one runs. Weights of matrix
     products are gathered in the format of computing, so they are cast nowhere else. In backward come the gradients of
-    one whole unit, and their fp32 copies that are reduced.
+    one whole unit, and their fp32 copies that are reduced. With ``whole_gradients`` those of earlier micro-batches are
+    held whole, in fp32, until the window closes. On a CPU a rank that is ahead holds what it has gathered and is to
+    reduce until the others are there: at most the gradients of all units.
 
     Source:
         Rajbhandari et al. 2020, arXiv:1910.02054 (stage 3); Zhao et al. 2023, arXiv:2304.11277.
     """
-    found = _units(module, units)
+    low = gathered_low(module, policy, precision.compute_dtype) if precision.autocast else ()
+    found = _units(module, units, {id(parameter) for parameter in low})
     whole = sum(unit.elements for unit in found)
     share = sum(unit.shard_elements(ranks) for unit in found) / whole if whole else 1.0
     root, *inner = found
@@ -282,20 +331,32 @@ def under_fsdp2(
     gathered = root.gathered_bytes(precision) + most
     largest = max(inner or [root], key=lambda unit: unit.elements)
     reduced = (precision.activation_bytes + _REDUCED_BYTES) * largest.learning
+    held = _REDUCED_BYTES * sum(unit.learning for unit in found) if whole_gradients else 0
+    if device_type == "cpu":
+        held += max(unit.gathered_bytes(precision) for unit in found)
+        reduced += _REDUCED_BYTES * sum(unit.learning for unit in found)
     result = []
     for sample in samples:
-        sharded = {
-            part: ceil(size * share) if part in _SHARDED else size for part, size in sample.bytes_by_part.items()
-        }
-        sharded.pop("weight casts", None)
+        sharded = {part: ceil(size * share) if part in _SHARDED else size for part, size in _of_shards(sample).items()}
         if sample.phase == "optimizer step":
             sharded["temporaries"] = ceil(sharded.get("temporaries", 0) * share)
             extra: Mapping[Part, int] = {}
         else:
             buffers = reduced if sample.phase == "backward" else 0
-            extra = {"gathered weights": gathered, "communication buffers": buffers}
+            extra = {"gathered weights": gathered, "communication buffers": buffers + held}
         result.append(_with(MemorySample(sample.phase, sharded), extra))
     return result
+
+
+def _of_shards(sample: MemorySample) -> dict[Part, int]:
+    """Of masters FSDP2 holds fp32 shards and their fp32 gradients; 16-bit copies are what it gathers."""
+    parts = dict(sample.bytes_by_part)
+    copies = parts.get("masters", 0) // 2
+    gradients = parts.get("gradients", 0)
+    return parts | {
+        "weights": max(0, parts.get("weights", 0) - copies),
+        "gradients": 2 * gradients if copies else gradients,
+    }
 
 
 @dataclass(frozen=True)
@@ -323,7 +384,9 @@ class _Unit:
         )
 
 
-def _units(module: nn.Module, units: ModulePattern | Sequence[ModulePattern] | None) -> list[_Unit]:
+def _units(
+    module: nn.Module, units: ModulePattern | Sequence[ModulePattern] | None, products: Collection[int]
+) -> list[_Unit]:
     """The root unit, which holds what is in no other, and the others in the order of the model."""
     if units is None:
         inner = [
@@ -334,12 +397,6 @@ def _units(module: nn.Module, units: ModulePattern | Sequence[ModulePattern] | N
         ]
     else:
         inner = list(select_modules(module, as_patterns(units, "estimate_memory"), "estimate_memory").values())
-    products = {
-        id(parameter)
-        for _, part in named_modules(module)
-        if operation_of_module(part) in FAMILIES["matmuls"]
-        for parameter in part.parameters(recurse=False)
-    }
     seen: set[int] = set()
     found = [_unit_of(part, products, seen) for part in inner]
     return [_unit_of(module, products, seen), *(unit for unit in found if unit.parameters)]

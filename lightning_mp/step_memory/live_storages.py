@@ -1,7 +1,7 @@
 """Which storages are alive while operations run, how many bytes they have, and what each of them is for."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -23,10 +23,12 @@ Part = Literal[
     "temporaries",
     "gathered weights",
     "communication buffers",
+    "workspaces",
 ]
 """What memory is for. ``weight casts`` are copies of weights in the format of matrix products; ``activations`` are
-saved for backward; ``temporaries`` are all other results of operations, for as long as they are referenced. The last
-two come with several ranks: weights that FSDP2 has gathered, and the buckets of DDP or the reductions of FSDP2."""
+saved for backward; ``temporaries`` are all other results of operations, for as long as they are referenced, and what a
+kernel takes on a CPU while it runs. Two come with several ranks: weights that FSDP2 gathered, and the buckets of DDP
+or the reductions of FSDP2. ``workspaces`` are those of cuBLAS."""
 
 PARTS: tuple[Part, ...] = get_args(Part)
 """Every part, in the order of tables and plots."""
@@ -50,10 +52,16 @@ class LiveStorages:
 
     Each storage counts once, with all of its bytes, however many tensors view it. A sparse tensor has none: its indices
     and values are results of operations too, and count as such.
+
+    Attributes:
+        phase: of the step: "forward", "backward" or "optimizer step".
+        samples: what was alive, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workspace_bytes: Callable[[Any, Any, Any], int] | None = None) -> None:
+        self._workspace_bytes = workspace_bytes  # of an operation, its arguments and its result
         self._known: dict[int, tuple[int, Part | None]] = {}
+        self._never_cast: set[int] = set()
         self._bytes = Counter[Part]()
         self.phase = "forward"
         self.samples: list[MemorySample] = []
@@ -79,21 +87,32 @@ class LiveStorages:
             self._known[key] = size, part
             self._count(part, size)
 
+    def never_cast(self, tensors: Iterable[Tensor]) -> None:
+        """Says which weights FSDP2 gathers in the format of their product: their casts here do not exist there."""
+        self._never_cast.update(id(tensor.untyped_storage()) for tensor in _with_storage(tensors))
+
     def after_operation(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         """For ``private_api.observe_dispatch``: what an operation has made, and how much is alive now."""
         is_cast = operation.overloadpacket.__name__ == "_to_copy"
         for tensor in _with_storage(tensors_in(result)):
             if id(tensor.untyped_storage()) in self._known:
                 continue
-            sources = _with_storage(tensors_in(args))
-            of_weight = is_cast and any(self._part_of(source) == "weights" for source in sources)
-            part: Part = "weight casts" if of_weight and self.phase == "forward" else "temporaries"
-            self.add(part, [tensor])
+            self.add(self._part_of_result(tensors_in(args) if is_cast else ()), [tensor])
+        if self._workspace_bytes is not None and (extra := self._workspace_bytes(operation, args, result)):
+            self.sample(extra)
         self.sample()
 
-    def sample(self) -> None:
+    def _part_of_result(self, cast: Iterable[Tensor]) -> Part | None:
+        weights = [tensor for tensor in _with_storage(cast) if self._part_of(tensor) == "weights"]
+        if any(id(tensor.untyped_storage()) in self._never_cast for tensor in weights):
+            return None
+        return "weight casts" if weights and self.phase == "forward" else "temporaries"
+
+    def sample(self, workspace_bytes: int = 0) -> None:
         """Notes what is alive now, if it is not what was noted last."""
         now = self.bytes_by_part
+        if workspace_bytes:
+            now["temporaries"] = now.get("temporaries", 0) + workspace_bytes
         if not self.samples or self.samples[-1].phase != self.phase or self.samples[-1].bytes_by_part != now:
             self.samples.append(MemorySample(self.phase, MappingProxyType(now)))
 

@@ -3,28 +3,29 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 
 from lightning_mp.core import private_api
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.core.precisions import CAST_DTYPES, PrecisionSpec
+from lightning_mp.core.precisions import CAST_DTYPES, HALF_DTYPES, PrecisionSpec
+from lightning_mp.flops.grouped_products import GroupedProducts, backward_in_modes
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.gradients.old_gradients import module_needs_old_gradients
-from lightning_mp.modules.names import named_modules
-from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.float8_layers import choose_float8_layers
+from lightning_mp.policy.gathered_dtypes import gathered_low
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
+from lightning_mp.step_memory.kernels import CudaKernels, cpu_workspace_bytes
 from lightning_mp.step_memory.live_storages import PARTS, LiveStorages, MemorySample, Part
 from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 
@@ -48,14 +49,18 @@ class StandInModel:
         self, module: nn.Module, precision: PrecisionSpec, *, policy: PrecisionPolicy | None, device_type: str
     ) -> None:
         self._precision = precision
+        self.fp32_gradients = precision.fp32_gradients
+        self._is_autocast = precision.autocast or precision.master_bytes > 0
+        if precision.master_bytes > 0:
+            policy = with_exact_parametrizations(policy, module)
         kept = _kept_in_float32(module, precision, policy)
         self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
         chosen = choose_float8_layers(self.module) if precision.fp8 else []
         fp8 = [layer.module for layer in chosen if layer.skipped_because is None]
         for layer in fp8:
-            layer.forward = partial(_fp8_linear, layer)  # type: ignore[method-assign]
+            layer.forward = partial(_fp8_linear, layer, _emulated_product if device_type == "cpu" else _product)  # type: ignore[method-assign]
         self._policy: AppliedPolicy | None = None
-        rules = _rules(policy, device_type) if precision.autocast else policy
+        rules = _rules(policy, device_type) if self._is_autocast else policy
         if rules is not None:
             self._policy = AppliedPolicy(rules, self.module, "cpu", fp8)
 
@@ -63,7 +68,7 @@ class StandInModel:
     def forward_context(self) -> Iterator[None]:
         """What a plugin puts around a forward."""
         dtype = self._precision.compute_dtype
-        casts = self._precision.autocast or self._policy is not None
+        casts = self._is_autocast or self._policy is not None
         with ExitStack() as stack:
             if casts:
                 stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=self._precision.cache_weights))
@@ -85,31 +90,32 @@ class StandInModel:
 
     def cast_input(self, tensor: Tensor) -> Tensor:
         """A stand-in for a tensor of the batch, in the format of 16-bit weights."""
-        narrow = self._precision.weight_dtype != torch.float32 and self._policy is None
+        narrow = self._precision.weight_dtype != torch.float32 and not self._is_autocast
         return stand_in_for(tensor, self._precision.weight_dtype if narrow and tensor.is_floating_point() else None)
 
 
 def _kept_in_float32(
     module: nn.Module, precision: PrecisionSpec, policy: PrecisionPolicy | None
 ) -> Callable[[Tensor], torch.dtype | None]:
-    """The format in which a tensor of the module is held; None for its own."""
+    """The format in which a tensor of the module is held; None for its own.
+
+    Of weights with 16-bit copies the copies are the module's, and the fp32 parameters are with the optimizer.
+    """
     if precision.weight_dtype == torch.float32:
         return lambda tensor: None
-    has_masters = precision.master_bytes > 0
-    ruled = policy.resolve(module).modules_not_used_in(precision.compute_dtype) if policy is not None else ()
+    if precision.master_bytes == 0:
+        return lambda tensor: precision.weight_dtype if tensor.dtype in CAST_DTYPES else None
     kept = {
         id(parameter)
-        for name, part in named_modules(module)
-        if isinstance(part, NORMS_WITH_STATISTICS) or name in ruled
+        for part in kept_in_float32(module, policy, precision.compute_dtype)
         for parameter in part.parameters(recurse=False)
     }
-    buffers = {id(buffer) for buffer in module.buffers()}
+    lent = {id(p) for p in module.parameters() if p.requires_grad and p.dtype in CAST_DTYPES}
 
     def dtype_of(tensor: Tensor) -> torch.dtype | None:
-        if tensor.dtype not in CAST_DTYPES:
+        if id(tensor) not in lent:  # frozen weights and buffers
             return None
-        stays = has_masters and id(tensor) in kept | buffers
-        return None if stays else precision.weight_dtype
+        return torch.float32 if id(tensor) in kept else precision.weight_dtype
 
     return dtype_of
 
@@ -129,10 +135,10 @@ def _rules(policy: PrecisionPolicy | None, device_type: str) -> PrecisionPolicy 
 # -- fp8 ---------------------------------------------------------------------------------------------------------------
 
 
-def _fp8_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+def _fp8_linear(layer: nn.Linear, product_of: Callable[..., Tensor], x: Tensor) -> Tensor:
     product: Callable[..., Tensor] = _Fp8Product.apply
     low = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-    output = product(x.to(low), layer.weight.t())
+    output = product(x.to(low), layer.weight.t(), product_of)
     return output if layer.bias is None else output + layer.bias.to(output.dtype)
 
 
@@ -140,21 +146,23 @@ class _Fp8Product(torch.autograd.Function):
     """Saves and makes what torchao's fp8 product does: the inputs in their own format, rounded copies on the way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, product_of: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(_rounded(x), _rounded(weight), x.dtype)
+        ctx.product_of = product_of
+        return product_of(_rounded(x), _rounded(weight), x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        of_input = _product(_rounded(gradient), _rounded(weight.t()), x.dtype)
+        of_input = ctx.product_of(_rounded(gradient), _rounded(weight.t()), x.dtype)
         flat = gradient.reshape(-1, gradient.shape[-1])
-        of_weight = _product(_rounded(flat.t()), _rounded(x.reshape(-1, x.shape[-1])), x.dtype)
-        return of_input, of_weight.t()
+        of_weight = ctx.product_of(_rounded(flat.t()), _rounded(x.reshape(-1, x.shape[-1])), x.dtype)
+        return of_input, of_weight.t(), None
 
 
 def _rounded(tensor: Tensor) -> Tensor:
-    scaled = tensor.to(torch.float32) * tensor.abs().amax(-1, keepdim=True).float()
+    wide = tensor.to(torch.float32)
+    scaled = wide * tensor.abs().amax(-1, keepdim=True).float()
     return scaled.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
 
 
@@ -162,38 +170,12 @@ def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(*left.shape[:-1], right.shape[-1], dtype=dtype, device=left.device)
 
 
-class GroupedProducts(TorchFunctionMode):
-    """While this is entered, grouped products of fake tensors work in every format.
-
-    torch refuses other formats than bf16 for them (torch 2.13; not reported).
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in ("grouped_mm", "_grouped_mm") and args[0].ndim == 2 and args[1].ndim == 3:
-            product: Callable[..., Tensor] = _GroupedProduct.apply
-            return product(args[0], args[1])
-        return func(*args, **(kwargs or {}))
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """Rows times the matrix of their group."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        return rows.new_empty(rows.shape[0], weights.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        rows, weights = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(weights)
+def _emulated_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A CPU multiplies in fp32: both sides are widened and divided by their scales, the result is narrowed."""
+    with torch.autocast("cpu", enabled=False):
+        result = torch.empty(*left.shape[:-1], right.shape[-1], dtype=dtype, device=left.device)
+        wide, other = left.float(), right.float()
+        return result.copy_(torch.matmul(wide / 1.0, other / 1.0).to(dtype))
 
 
 @contextmanager
@@ -220,25 +202,28 @@ def simulate_step(
     precision: PrecisionSpec,
     policy: PrecisionPolicy | None,
     device_type: str,
+    is_sharded: bool = False,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> list[MemorySample]:
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
     Lightning clears gradients between forward and backward, so those of the step before live through the forward; the
-    plugins of this package free them before it.
+    plugins of this package free them before it. With ``is_sharded``, weights that FSDP2 gathers in the format of their
+    product are cast nowhere.
     """
-    has_padding = _has_padding(batch)
     fake = private_api.FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model = StandInModel(module, precision, policy=policy, device_type=device_type)
         inputs = batch_with(batch, model.cast_input)
         if prepare is not None:
             prepare(model.module)
-        made = make_optimizers(model.module, optimizer)
+    made = make_optimizers(model.module, optimizer)
     optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
     run = step if step is not None else _default_step(module)
-    live = LiveStorages()
+    live = LiveStorages(cpu_workspace_bytes if device_type == "cpu" else None)
     live.add("weights", model.module.parameters())
+    if is_sharded and precision.autocast:
+        live.never_cast(gathered_low(model.module, policy, precision.compute_dtype))
     live.add("buffers", model.module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
@@ -248,8 +233,9 @@ def simulate_step(
         private_api.observe_dispatch(live.after_operation),
         fake,
         GroupedProducts(),
+        CudaKernels() if device_type == "cuda" else nullcontext(),
     ):
-        _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
+        _forward_and_backward(model, inputs, run, live, has_padding=_has_padding(batch))
     gradients = live.bytes_by_part.get("gradients", 0)
     for one in optimizers:
         one.step()  # the first one makes the states
@@ -311,16 +297,22 @@ def _forward_and_backward(
             )
         live.phase = "backward"
         live.sample()
-        handles = [_count_gradient(parameter, live) for parameter in module.parameters() if parameter.requires_grad]
+        learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        handles = [_count_gradient(parameter, live, in_fp32=model.fp32_gradients) for parameter in learning]
         with model.backward_context():
-            loss.backward()
+            backward_in_modes(loss)
         for handle in handles:
             handle.remove()
 
 
-def _count_gradient(parameter: Tensor, live: LiveStorages) -> Any:
+def _count_gradient(parameter: Tensor, live: LiveStorages, *, in_fp32: bool) -> Any:
     def count(parameter: Tensor) -> None:
         assert parameter.grad is not None
+        if in_fp32 and parameter.dtype in HALF_DTYPES:
+            wide = parameter.grad.float()
+            parameter.grad = None
+            parameter.grad_dtype = torch.float32
+            parameter.grad = wide
         live.add("gradients", [parameter.grad])
         live.sample()
 

@@ -1,6 +1,6 @@
 """An optimizer's step on fake tensors: states and temporaries come from the optimizer's own code."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -97,13 +97,14 @@ class StandInOptimizer:
         self.optimizer = optimizer
         self._precision = precision
         self._of: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []
-        self._has_temporaries = not any(group.get("fused") for group in optimizer.param_groups)
+        self._is_fused = any(group.get("fused") for group in optimizer.param_groups)
         for group in optimizer.param_groups:
             if "foreach" in group and not group.get("fused") and group["foreach"] is None:
                 group["foreach"] = device_type == "cuda"
             if group.get("fused"):
                 group["fused"], group["foreach"] = False, False
             group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
+        self._stand_in_states()
 
     def _stand_in(self, parameter: Tensor) -> nn.Parameter:
         halved = parameter.dtype in HALF_DTYPES
@@ -118,6 +119,18 @@ class StandInOptimizer:
         self._of.append((parameter, stand_in, kept))
         return stand_in
 
+    def _stand_in_states(self) -> None:
+        """States that the optimizer's constructor has made."""
+        for parameter, stand_in, _ in self._of:
+            state = self.optimizer.state.pop(parameter, None)
+            if state is not None:
+                self.optimizer.state[stand_in] = {
+                    name: torch.empty_like(value, dtype=_of_master(value, parameter, stand_in), device="meta")
+                    if isinstance(value, Tensor) and value.ndim
+                    else value
+                    for name, value in state.items()
+                }
+
     @property
     def masters(self) -> list[Tensor]:
         """What is kept beside 16-bit weights."""
@@ -126,7 +139,13 @@ class StandInOptimizer:
     @property
     def states(self) -> list[Tensor]:
         """Every tensor of the optimizer's state."""
-        return list(tensors_in([dict(state) for state in self.optimizer.state.values()]))
+        return list(_parts_of(tensors_in([dict(state) for state in self.optimizer.state.values()])))
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether states consist of tensors, as torchao's: a compiled kernel per parameter reads and writes them."""
+        states = tensors_in([dict(state) for state in self.optimizer.state.values()])
+        return any(hasattr(state, "__tensor_flatten__") for state in states)
 
     def step(self, live: LiveStorages | None = None) -> None:
         """Makes one step with the gradients that the parameters have; block by block, as masters are stepped."""
@@ -170,13 +189,19 @@ class StandInOptimizer:
         if live is not None:
             live.sample()
         observed = (
-            private_api.observe_dispatch(live.after_operation) if live and self._has_temporaries else nullcontext()
+            private_api.observe_dispatch(live.after_operation)
+            if live is not None and not self._is_fused and not self._is_compiled
+            else nullcontext()
         )
+        into_training = getattr(self.optimizer, "train", None)
         try:
-            with observed:
+            if callable(into_training):
+                into_training()  # as the LightningModule of a schedule-free optimizer does
+            # A compiled step, as in torchao, would compile for the meta device.
+            with observed, torch.compiler.set_stance("force_eager"):
                 self.optimizer.step()
-        except (RuntimeError, NotImplementedError) as error:
-            reason = str(error).partition("\n")[0]
+        except Exception as error:  # whatever an optimizer of another package raises without data
+            reason = str(error).partition("\n")[0].rstrip(".")
             raise ValueError(
                 f"estimate_memory() cannot step {type(self.optimizer).__name__} on fake tensors ({reason})."
                 " Pass optimizer= with one that keeps as many bytes, such as 'AdamW' (8 per parameter) or 'SGD' (0)."
@@ -186,3 +211,17 @@ class StandInOptimizer:
                 stand_in.grad = None
         if live is not None:
             live.add(None, [p for p in members if (kept := used[p][1]) is not None and kept.dtype == torch.int16])
+
+
+def _of_master(value: Tensor, parameter: Tensor, stand_in: Tensor) -> torch.dtype:
+    return stand_in.dtype if value.dtype == parameter.dtype else value.dtype
+
+
+def _parts_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors themselves; of those made of others, such as 8-bit states, the parts."""
+    for tensor in tensors:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            yield tensor
+        else:
+            yield from _parts_of(getattr(tensor, name) for name in flatten()[0])

@@ -44,6 +44,7 @@ class AccumulationTotals:
         *,
         losses: float = 1.0,
         unknown: float | Tensor = 0.0,
+        micro_batches: int = 1,
     ) -> "AccumulationTotals":
         """The totals with one more micro-batch that was trained on; None for as many as there are in the inputs."""
         host, device = list(self.host), list(self.device)
@@ -54,7 +55,7 @@ class AccumulationTotals:
             else:
                 host[index] += number
         host[LARGEST] = max(host[LARGEST], input_tokens if most_tokens is None else most_tokens)
-        return AccumulationTotals(self.micro_batches + 1, tuple(host), tuple(device))
+        return AccumulationTotals(self.micro_batches + micro_batches, tuple(host), tuple(device))
 
     def tensor(self, device: torch.device) -> Tensor:
         """Items; target, input tokens; samples; non-pad tokens; largest micro-batch; losses, unknown ones; ``[8]``.
@@ -125,10 +126,12 @@ class TokenCounter:
         return self.samples if self._unread else self.samples - self.last_window_samples
 
     def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> HostCopy:
-        """Takes the totals of a window, already summed over all ranks, and reads those of the windows before."""
+        """Takes the totals of a window, summed over all ranks; on a CPU they are read at once, else one window late."""
         self.flush_pending()
         copy = HostCopy(totals)
         self._unread.append(_Unread(copy, micro_batches, repeated))
+        if copy.is_there:
+            self.flush_pending()
         return copy
 
     def skip_last_window(self) -> None:

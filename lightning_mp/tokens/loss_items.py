@@ -91,13 +91,19 @@ def read_items(loss: Tensor, *, divided: bool = False, counts_sums: bool = False
         return Unknown(str(unreadable))
 
 
+def counts_nothing(loss: Tensor) -> bool:
+    """Whether a loss that Lightning has divided is a mean over no items. Waits for the device."""
+    reading = read_items(loss, divided=True)
+    return isinstance(reading, Items) and all(float(mean.total) == 0 for mean in reading.means)
+
+
 def _names(*names: str) -> frozenset[str]:
     return frozenset(f"{name}Backward{number}" for name in names for number in (0, 1, 2))
 
 
 _VIEWS = _names("ToCopy", "Clone", "Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ReshapeAlias")
 #: Of :mod:`lightning_mp.accumulation`: losses that say what their items are.
-_OWN = frozenset({"_ReadyGradientsBackward", "_NoLossBackward"})
+_OWN = frozenset({"_NoLossBackward"})
 _SINK = "_DDPSinkBackward"  # all outputs of the wrapped module pass through it
 _PASSED = _VIEWS | _names("NanToNum") | {_SINK}
 _ADDS, _MULS, _DIVS, _STACKS = _names("Add", "Sub", "Neg"), _names("Mul"), _names("Div"), _names("Stack", "Cat")
@@ -192,7 +198,8 @@ class _Walk:
         if (kind == "AccumulateGrad" or kind in _OF_WEIGHTS) and _is_of_weights(node):
             self._has_zero = self._has_zero or factor == 0.0
             return
-        if (kind in _ADDS or kind in _MULS or kind in _DIVS) and _are_all_zero(below):
+        clamped = bool(divisions) and divisions[-1][1] == 1.0  # no items: a sum of nothing divided by 1
+        if (kind in _ADDS or kind in _MULS or kind in _DIVS) and not clamped and _are_all_zero(below):
             factor = 0.0
         if name in _MEANS or (name not in _SUMS and node._saved_reduction == _MEAN):
             self._add_mean(node, name, shape, factor, divisions)

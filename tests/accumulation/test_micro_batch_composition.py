@@ -1,21 +1,36 @@
 """MicroBatchOnOOM with Hugging Face models, other precisions, recomputation, metrics, and its costs."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from gradient_counter import CountGradientTraffic
 from huggingface_models import LanguageModel, collated_by_transformers, gpt2, sgd
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted_oom import Limited, out_of_memory
-from small_models import fit, fused_adamw, loader, regression_batches, weights
+from small_models import adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from transformers import BatchEncoding
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
-from lightning_mp.accumulation.microbatched_step import is_out_of_memory, merge_logged
+from lightning_mp import (
+    AccumulationScheduler,
+    AutocastPrecision,
+    ChinchillaBudget,
+    ExactResume,
+    GradientNoiseScale,
+    LossScaler,
+    MasterWeightsPrecision,
+    MFUMonitor,
+)
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.accumulation.out_of_memory import is_out_of_memory
+from lightning_mp.accumulation.part_logs import merge_logged
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 
 
@@ -31,7 +46,7 @@ class LimitedLanguageModel(LanguageModel):
     limit = 10**9
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if len(batch["input_ids"]) > self.limit:
+        if len(batch["input_ids"]) > self.limit and torch.is_grad_enabled():
             out_of_memory()
         return super().training_step(batch, batch_idx)
 
@@ -122,8 +137,7 @@ def test_backward_runs_outside_of_autocast_under_a_stock_plugin():
 
     model = Watched(4)
     fit(model, loader(regression_batches(1, batch_size=8)), MicroBatchOnOOM(), precision="bf16-mixed")
-    # Two microbatches, and the hand-out.
-    assert seen == [False] * 3
+    assert seen == [False] * 2
 
 
 # -- recomputation and compilation -------------------------------------------------------------------------------------
@@ -244,7 +258,8 @@ def test_a_compiled_network_is_compiled_again_for_a_new_size_only():
     network = torch.compile(model.net, backend=backend, dynamic=False)
     fit(model, loader(regression_batches(6, 8)), MicroBatchOnOOM())
     fit(whole, loader(regression_batches(6, 8)))
-    assert len(shapes) == 1
+    # Four samples, and two and four in eval mode, whose losses were compared.
+    assert len(shapes) == 3
     assert_close(weights(model), weights(whole), 1e-5)
 
 
@@ -332,3 +347,117 @@ def test_a_real_out_of_memory_on_a_gpu():
     assert max(rows[-2:]) <= callback.size < 16
     for a, b in zip(model.gradients, whole.gradients, strict=True):
         assert_close([g.cpu() for g in a], b, 1e-4)
+
+
+# -- layers that normalise over the batch, and TensorDicts -------------------------------------------------------------
+
+
+def test_a_batch_norm_gets_no_part_of_one_sample():
+    class Normed(Limited):
+        def __init__(self, limit: int) -> None:
+            super().__init__(limit)
+            self.net[2] = nn.BatchNorm1d(16)
+
+    batches = [[t[:rows] for t in batch] for batch, rows in zip(regression_batches(3, 8), (8, 5, 3), strict=True)]
+    model, callback = Normed(3), MicroBatchOnOOM()
+    with pytest.warns(UserWarning, match="over those of each part, two or more, so the gradient is another"):
+        fit(model, loader(batches), callback)
+    assert callback.size == 2
+    assert [rows for _, rows in model.notes.rows][-7:] == [2, 2, 2, 2, 3, 2, 3]
+    with pytest.warns(UserWarning, match="1 layers"), pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(Normed(1), loader(batches), MicroBatchOnOOM())
+    assert "with at most 8, 4, 2 samples at a time, and min_size=2 allows no fewer" in caught.value.__notes__[0]
+
+
+def test_tensordicts_are_split_along_their_batch_dimension():
+    tensordict = pytest.importorskip("tensordict", reason="tensordict is not installed")
+
+    class Dicts(Limited):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch["x"], batch["deep"]["y"]), batch_idx)["loss"]
+
+    def of(x: Any, y: Any, size: list[int]) -> Any:
+        return tensordict.TensorDict({"x": x, "deep": {"y": y}}, size)
+
+    runs = []
+    for limit in (10**9, 3):
+        model = Dicts(limit)
+        fit(model, loader([of(x, y, [len(x)]) for x, y in regression_batches(3, 8)]), MicroBatchOnOOM())
+        runs.append(weights(model))
+    assert_close(*runs, 1e-6)
+    with pytest.raises(MisconfigurationException, match="batch is a TensorDict without a batch dimension"):
+        fit(Dicts(), loader([of(x, y, []) for x, y in regression_batches(3, 8)]), MicroBatchOnOOM())
+
+
+# -- monitors see whole batches ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_operations_tokens_and_noise_are_those_of_whole_batches(first):
+    """Also where the very first micro-batch fails, and in a window of which one is done again."""
+    seen = []
+    for limit in (10**9, 3):
+        monitor, noise = MFUMonitor(unit="sample", peak_flops=1e12), GradientNoiseScale(count=len_of_first)
+        budget = ChinchillaBudget(tokens=10_000, count=len_of_first, landing="ceil", save=False)
+        model = Limited(limit, "backward", first=first)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "ChinchillaBudget")
+            fit(
+                model,
+                loader(regression_batches(8, 8)),
+                MicroBatchOnOOM(),
+                monitor,
+                noise,
+                budget,
+                accumulate_grad_batches=2,
+            )
+        counter = AccumulationController.of(model.trainer).counter.state_dict()
+        seen.append((monitor.flop_count.model, counter, noise.average.sums, noise.average.windows))
+    (operations, counter, sums, windows), (split_operations, split_counter, split_sums, split_windows) = seen
+    assert operations == split_operations > 0
+    assert counter == split_counter
+    assert counter["largest_micro_batch"] == 8
+    assert windows == split_windows
+    assert split_sums == pytest.approx(sums, rel=1e-4)
+
+
+def len_of_first(batch: Any) -> int:
+    return len(batch[0])
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The dirpath has changed", "ignore:This checkpoint is written inside an accumulation"
+)
+@pytest.mark.parametrize("first", [0, 5])
+def test_a_run_resumed_in_the_middle_of_an_epoch_is_the_same_to_the_bit(tmp_path, first):
+    """Shuffled, with dropout; what does not fit comes before the checkpoint or after it."""
+
+    class Shuffled(Limited):
+        def training_step(self, batch, batch_idx):
+            late = self.trainer.fit_loop.epoch_loop.total_batch_idx < first
+            self.limit = 10**9 if late else 3
+            return super().training_step((batch, batch.square().mean(1, keepdim=True)), batch_idx)
+
+    def run(folder: str, resumed: str | None = None) -> tuple[Any, int | None]:
+        torch.manual_seed(3)
+        data = torch.cat([x for x, _ in regression_batches(6, 8)])
+        model, callback = Shuffled(3, "backward", dropout=0.2, make_optimizer=adamw), MicroBatchOnOOM()
+        keep = ModelCheckpoint(tmp_path / folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = quiet_trainer(
+            callbacks=[callback, ExactResume(), keep],
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            enable_checkpointing=True,
+        )
+        torch.manual_seed(4)
+        batches = DataLoader(data, batch_size=8, shuffle=True)
+        trainer.fit(model, batches, ckpt_path=resumed, weights_only=True if resumed else None)
+        return weights(model), callback.size
+
+    whole, size = run("whole")
+    again, size_again = run("again", str(tmp_path / "whole" / "step=2.ckpt"))
+    assert size == size_again == 2
+    assert all(map(torch.equal, whole, again))

@@ -1,5 +1,6 @@
 """MicroBatchOnOOM under DDP: one rank alone runs out of memory, all go on with the same gradient."""
 
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from gloo import RankError, run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from planted_oom import Limited
-from small_models import loader, quiet_trainer, regression_batches
+from small_models import WIDTH, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 
 from lightning_mp import AccumulationScheduler
@@ -107,11 +108,53 @@ def test_one_rank_alone_runs_out_of_memory(where, window, ddp):
     assert reductions == other_reductions == [buckets] * len(reductions)
     assert sum(reductions) == WINDOWS * buckets
     assert (size, other_size) == (None, 2)
-    # Micro-batch 0 fits, from 1 on not.
-    assert other_rows[:7] == [8, 8, 4, 2, 2, 2, 2]
+    # Micro-batch 0 fits, from 1 on not: it is tried, then the losses of some samples and of their halves are compared.
+    assert other_rows[:7] == [8, 8, 2, 2, 4, 1, 1]
+    assert other_rows[-4:] == [2, 2, 2, 2]
     assert rows == [8] * len(rows)
     # Logged with sync_dist=True: one collective per micro-batch, however many microbatches a rank has run.
     assert loss == other_loss
+
+
+def test_buffers_and_sparse_gradients_of_a_rank_that_repeats_alone():
+    """What is restored are the buffers that rank 0 has sent; sparse gradients go through the reducer as such."""
+
+    class Normed(Limited):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.net[2] = nn.BatchNorm1d(16)
+            self.embedding = nn.Embedding(11, WIDTH, sparse=True)
+            self.seen: Any = Seen()
+
+        def training_step(self, batch, batch_idx):
+            if self.training:
+                self.seen.means.append((batch_idx, self.net[2].running_mean.tolist()))
+            x, y = batch
+            return super().training_step((x + self.embedding(x[:, 0].abs().long()), y), batch_idx)
+
+    def run(rank: int) -> Any:
+        model = Normed((NEVER, 5)[rank], "backward", first=1)
+        trainer = quiet_trainer(
+            devices=2, strategy=DDPStrategy(process_group_backend="gloo"), callbacks=[MicroBatchOnOOM()]
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "MicroBatchOnOOM: 1 layers")
+            trainer.fit(model, loader(batches_of(rank, 4)))
+        trainer.strategy.barrier()
+        return model.seen.means, [p.tolist() for p in model.parameters()]
+
+    (means, weights), (other_means, other_weights) = run_ranks(run, 2)
+    assert weights == other_weights
+    # On the rank that repeats: the attempt, then the first part.
+    first, again = [mean for index, mean in other_means if index == 1][:2]
+    assert first == again == next(mean for index, mean in means if index == 1)
+
+
+class Seen:
+    """What ran, failed attempts too: an attribute of the module would be put back."""
+
+    def __init__(self) -> None:
+        self.means: list[Any] = []
 
 
 @pytest.mark.full

@@ -10,9 +10,25 @@ from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from memory_logger import MemoryLogger
-from small_models import Regression, TokenModel, fused_adamw, loader, quiet_trainer, regression_batches, token_batches
+from small_models import (
+    Regression,
+    TokenModel,
+    fused_adamw,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    sgd,
+    token_batches,
+)
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor
+from lightning_mp import (
+    AccumulationScheduler,
+    AutocastPrecision,
+    ChinchillaBudget,
+    LossScaler,
+    MFUMonitor,
+    OverflowMonitor,
+)
 from lightning_mp.callbacks._metrics import BATCH_HOOKS, CallbackMetrics
 from lightning_mp.core.private_api import callbacks_of
 
@@ -54,6 +70,28 @@ def test_rows_come_at_logging_steps_and_at_the_end() -> None:
     fit(OverflowMonitor(), logger=[logger], log_every_n_steps=4, steps=10)
     assert [(step, row["skipped_steps"]) for step, row in logger.ours()] == [(3, 1), (7, 2), (9, 2)]
     assert logger.ours()[-1][1]["overflow_rate"] == 2 / 10
+
+
+@pytest.mark.parametrize("optimizer", [fused_adamw, sgd])
+@pytest.mark.parametrize("beside", [(), (MFUMonitor,), (OverflowMonitor, MFUMonitor)])
+def test_counts_are_those_of_the_step_with_every_optimizer_whatever_stands_beside(optimizer: Any, beside: Any) -> None:
+    """On a CPU; on another device the totals of a window are read one window late."""
+    logger = MemoryLogger()
+    small_models.fit(
+        TokenModel(optimizer),
+        token_batches([6, 5, 7, 4]),
+        ChinchillaBudget(tokens=22, save=False),
+        *(callback() for callback in beside),
+        plugin=plugin("bf16-mixed"),
+        logger=logger,
+        log_every_n_steps=1,
+    )
+    rows = dict(logger.ours())
+    assert [rows[step]["tokens"] for step in range(4)] == [6, 11, 18, 22]
+    assert [rows[step]["budget_fraction"] for step in range(4)] == [6 / 22, 11 / 22, 18 / 22, 1]
+    if OverflowMonitor in beside:
+        late = 1 if optimizer is fused_adamw else 0  # what the step was is known one step late
+        assert next(step for step, row in logger.ours() if "skipped_steps" in row) == late
 
 
 def test_windows_of_two_micro_batches_make_one_row_each() -> None:

@@ -89,9 +89,8 @@ def test_every_layout_of_a_mixture_has_a_time(capsys):
 
 
 def test_layouts_show_memory_the_wire_and_the_largest_micro_batch(capsys):
-    words = f"plan {SMALL} --tokens 10B --device h100 --gpus 8 --context 1024 --precision bf16-masters"
+    words = f"plan {SMALL} --tokens 10B --device h100 --gpus 8 --context 1024 --precision bf16-true"
     first = content(capsys, words)["layouts"][0]
-    assert content(capsys, words.replace("bf16-masters", "bf16-true"))["layouts"][0] == first
     assert first["verdict"] == "fits"
     assert first["largest_micro_batch"] > 8
     assert first["inside_bytes"] > 0
@@ -108,7 +107,8 @@ def test_without_a_chip_the_answer_is_which_chips_would_do(capsys):
     seven = "--layers 32 --width 4096 --heads 32 --ffn 11008 --vocab 32000 --tokens 1T"
     chips = {row["memory_bytes"] // 10**9: row["layout"] for row in content(capsys, f"plan {seven}")["chips"]}
     assert chips[80] is None, "16 bytes for each of 6.7 billion parameters"
-    assert chips[192]["largest_micro_batch"] >= 1
+    assert chips[192] is None, "with the allocator at its worst"
+    assert chips[max(chips)]["largest_micro_batch"] >= 1
     printed = output(capsys, f"plan {seven} --gpus 8").out
     row = next(line for line in printed.splitlines() if "A100, A800" in line)
     assert "FSDP 8, checkpointed" in row
@@ -230,7 +230,7 @@ def test_inference_beside_repeated_data_says_what_it_leaves_out(capsys):
 def test_memory_measures_a_module_and_draws_it(capsys, monkeypatch):
     Path("mine_for_memory.py").write_text(MODULE)
     monkeypatch.syspath_prepend(".")
-    words = "memory --module mine_for_memory:example --precision bf16-masters"
+    words = "memory --module mine_for_memory:example --precision bf16-true"
     found = content(capsys, words)
     assert found["end_of_forward"]["masters"] == 4 * (64 * 64 + 64 + 64 * 8 + 8)
     printed = output(capsys, f"{words} --plot step.svg").out

@@ -15,7 +15,7 @@ TOY = ["--params", "9264", "--steps", "4", "--seeds", "2", "--rounds", "1", "--b
 def evidence(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     module = importlib.import_module("evidence")
-    monkeypatch.setattr(module, "PRECISIONS", ("32-true", "lightning:bf16-mixed", "bf16-masters"))
+    monkeypatch.setattr(module, "PRECISIONS", ("32-true", "lightning:bf16-mixed", "bf16-true"))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     return module
 
@@ -35,7 +35,7 @@ def test_two_runs_of_the_evidence_agree_to_the_bit(evidence, tmp_path, capsys):
     page = (tmp_path / "quality.md").read_text()
     assert "A quick run" in page
     assert "2 paired seeds of 4 steps" in page
-    assert "| bf16-masters | " in page
+    assert "| bf16-true | " in page
     assert "Not run yet: `make evidence ARGS='--parts vision'`." in page
     assert json.loads((tmp_path / "quality_text.json").read_text())["sizes"]["seeds"] == 2
     assert (tmp_path / "quality_text.png").is_file()
@@ -60,14 +60,14 @@ def test_adapters_train_from_one_model_and_what_is_missing_is_said(evidence, tmp
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::DeprecationWarning")
 def test_masters_of_24_bits_are_paired_with_8_bit_moments_too(evidence, tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "MASTERS_OF_24_BITS", ("32-true", "bf16-24bit"))
+    monkeypatch.setattr(evidence, "MASTERS_OF_24_BITS", ("32-true", "bf16-true+24bit"))
     page, arguments = tmp_path / "quality.md", ["--quick", "--parts", "masters_of_24_bits", *TOY]
     assert evidence.main([*arguments, "--out", str(tmp_path), "--page", str(page)]) == 0
     result = json.loads((tmp_path / "masters_of_24_bits.json").read_text())["result"]["precisions"]
-    assert list(result) == ["32-true", "bf16-24bit", "bf16-24bit, 8-bit moments"]
+    assert list(result) == ["32-true", "bf16-true+24bit", "bf16-true+24bit, 8-bit moments"]
     losses = {tuple(found["final_losses"]) for found in result.values()}
     assert len(losses) == 3
-    assert "| bf16-24bit, 8-bit moments | " in page.read_text()
+    assert "| bf16-true+24bit, 8-bit moments | " in page.read_text()
 
 
 def test_only_adapters_are_trained(evidence):
@@ -96,9 +96,9 @@ def test_failed_and_unclear_results_stand_in_the_table_of_verdicts(monkeypatch, 
     page = importlib.import_module("evidence_page")
     precisions = {"32-true": {}, "16-mixed": {**FOUND, **changed}}
     result = {"baseline": "32-true", "confidence": 0.95, "margin": 0.004, "precisions": precisions}
-    other = {**result, "precisions": {"32-true": {}, "bf16-24bit": FOUND}}
+    other = {**result, "precisions": {"32-true": {}, "bf16-true+24bit": FOUND}}
     lines = page.verdict_table([{"part": "text", "result": result}, {"part": "other", "result": other}])
-    assert lines[-2:] == [f"| 16-mixed | {cell} | - |", f"| bf16-24bit | - | {verdict} |"]
+    assert lines[-2:] == [f"| 16-mixed | {cell} | - |", f"| bf16-true+24bit | - | {verdict} |"]
 
 
 @pytest.mark.parametrize(

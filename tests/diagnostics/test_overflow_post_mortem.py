@@ -303,7 +303,7 @@ def test_a_cast_in_the_modules_own_code_is_no_verdict_about_fp32(to: torch.dtype
     assert (finding.first_overflow.module, finding.finite_in_fp32, finding.verdict) == (PLACE, in_fp32, "model")
 
 
-def test_weights_in_16_bit_are_not_tried_in_fp32(tmp_path: Path) -> None:
+def test_under_masters_a_replay_in_fp32_is_one(tmp_path: Path) -> None:
     from lightning_mp import MasterWeightsPrecision
 
     class Lowered(Planted):
@@ -318,7 +318,7 @@ def test_weights_in_16_bit_are_not_tried_in_fp32(tmp_path: Path) -> None:
     trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem])
     trainer.fit(Lowered(partial(TimesInForward, factor=1e6)), loader(numbered_batches(4)))
     (finding,) = post_mortem.reports[0].findings
-    assert (finding.first_overflow.module, finding.finite_in_fp32, finding.verdict) == (PLACE, None, "model")
+    assert (finding.first_overflow.module, finding.finite_in_fp32, finding.verdict) == (PLACE, True, "range")
 
 
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
@@ -355,7 +355,8 @@ def test_a_sum_of_finite_gradients_that_does_not_fit(tmp_path: Path) -> None:
     class Plain(Planted):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             # Per micro-batch 40000 in the gradient of the bias; fp16 ends at 65504.
-            return (self.head.bias.sum() * 40000.0 * 4 / SCALE) if 2 <= batch_idx < 4 else self.head.bias.sum()
+            bias = self.head(torch.zeros(1, self.head.in_features)).float().sum()
+            return bias * 40000.0 * 4 / SCALE if 2 <= batch_idx < 4 else bias
 
     plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
@@ -437,21 +438,27 @@ def test_an_overflow_that_nobody_planted(fused: bool, tmp_path: Path) -> None:
     assert not module.is_finite(batch, 2 * finding.finite_scale)
 
 
-def test_a_step_that_runs_its_backwards_itself_is_replayed_at_the_scale_that_is_tried() -> None:
-    """`MicroBatchOnOOM` runs backwards inside of the training step, at the run's own scale."""
+@pytest.mark.parametrize("size", [None, 1])
+def test_parts_of_a_batch_that_did_not_fit_are_replayed_one_by_one(size: int | None) -> None:
+    """The whole would not fit into memory."""
+    rows: set[int] = set()
 
     class Large(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
+            rows.add(len(batch))
             return self.layer(batch).float().mean() * 8
 
+    split = MicroBatchOnOOM()
+    split.size = size
     post_mortem = OverflowPostMortem(replay=True)
     trainer = quiet_trainer(
         plugins=[AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=2.0**20))],
-        callbacks=[OverflowMonitor(), post_mortem, MicroBatchOnOOM()],
+        callbacks=[OverflowMonitor(), post_mortem, split],
         max_steps=2,
     )
     trainer.fit(Large(), loader([torch.ones(2, 32)] * 4))
     assert {finding.verdict for report in post_mortem.reports for finding in report.findings} == {"scale"}
     skipped = len(post_mortem.reports)
     assert skipped
+    assert max(f.num_micro_batches for report in post_mortem.reports for f in report.findings) == 2 // (size or 2)
     assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (20 - skipped)

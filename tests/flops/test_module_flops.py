@@ -180,18 +180,52 @@ def mixtral(**changes: Any) -> MixtralForCausalLM:
     return MixtralForCausalLM(MixtralConfig(**(arguments | changes)))
 
 
-def test_a_mixture_of_experts_counts_the_experts_that_a_token_meets() -> None:
+@pytest.mark.parametrize("count", [count_flops, as_it_runs])
+def test_a_mixture_of_experts_counts_the_experts_that_a_token_meets(count: Any) -> None:
     """D56: not all that there are, by the count and by every convention."""
     width, inner, key_width, vocabulary, experts, met = 16, 32, 8, 31, 4, 2
     block = 2 * width**2 + 2 * width * key_width + met * 3 * width * inner + width * experts
     weights = 2 * block + width * vocabulary
     model = mixtral()
-    count = as_it_runs(model, language_batch(vocabulary))
-    assert count.model == BATCH * 10 * flops_per_token(weights, layers=2, width=width, context_tokens=10)
+    found = count(model, language_batch(vocabulary))
+    assert found.model == BATCH * 10 * flops_per_token(weights, layers=2, width=width, context_tokens=10)
     assert matmul_parameters(model).total == weights
     for convention in ("6N", "palm", "megatron"):
         expected = flops_per_token(weights, layers=2, width=width, context_tokens=10, convention=convention)
         assert module_flops_per_token(model, convention, 10) == expected
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_mixture_of_experts_that_runs_again_is_counted_in_every_format(precision: torch.dtype) -> None:
+    model, batch = mixtral().to(precision), language_batch(31)
+    again = mixtral().to(precision)
+    again.activation_checkpointing_enable()
+    once, twice = count_flops(model, batch), count_flops(again.train(), batch)
+    assert twice.model == once.model
+    assert once.recompute == 0 < twice.recompute < once.forward
+
+
+def step_of_a_physics_loss(module: nn.Module, batch: Any) -> Tensor:
+    """The loss is made of the derivative of the network by its inputs."""
+    [slope] = torch.autograd.grad(module(batch).sum(), batch, create_graph=True)
+    return slope.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "step"),
+    [
+        (lambda: nn.Conv2d(3, 8, 3), torch.zeros(2, 3, 6, 6), run_forward),
+        (lambda: nn.Linear(3, 8), torch.zeros(2, 3), run_forward),
+        (lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), torch.zeros(5, 3), step_of_a_physics_loss),
+    ],
+)
+def test_inputs_that_need_a_gradient_count_as_they_run(make: Any, inputs: Tensor, step: Any) -> None:
+    """A submodule counted by itself, or a physics loss."""
+    module, inputs = make(), inputs.requires_grad_()
+    counted, run = count_flops(module, inputs, step), as_it_runs(module, inputs, step)
+    assert (counted.forward, counted.backward) == (run.forward, run.backward)
+    if step is run_forward:
+        assert counted.backward == 2 * counted.forward
 
 
 def test_a_mixture_of_experts_that_does_not_tell_how_many_a_token_meets_is_refused() -> None:

@@ -134,7 +134,7 @@ def test_fp16_overflows_only_where_the_mean_does_and_everywhere_alike() -> None:
 
 
 def test_gloo_is_left_no_callback_of_python() -> None:
-    """D67: its threads would still need Python's lock when DDP or the interpreter ends: wait instead."""
+    """D67. Its threads would still need Python's lock when DDP or the interpreter ends: wait instead."""
 
     def reduced_on_return(rank: int) -> bool:
         model = nn.Linear(4, 1, bias=False)

@@ -26,7 +26,10 @@ LAYER_OF = {package: height for height, packages in enumerate(LAYERS, start=1) f
 # The command line's front door names the demo's verb; nobody imports it.
 BESIDES = {("__main__", "demo")}
 OTHERS = {"lightning", "pytorch_lightning", "torch", "torchmetrics"}
-PRIVATE = {f"lightning_mp.core.{name}" for name in ("private_api", "private_loop_api", "private_sharding_api")}
+PRIVATE = {
+    f"lightning_mp.core.{name}"
+    for name in ("private_api", "private_loop_api", "private_module_api", "private_sharding_api")
+}
 FRONT_DOOR = ("demo", "__main__")
 # What each wing of the page may import from, beside itself.
 MAY_IMPORT = {
@@ -211,14 +214,14 @@ def private_names_of_others(module: str) -> set[str]:
     return {name for name in used if name.split(".")[0] in OTHERS and is_private(name)}
 
 
-def test_only_three_files_touch_private_names_of_lightning_and_torch():
+def test_only_four_files_touch_private_names_of_lightning_and_torch():
     found = {module: private_names_of_others(module) for module in MODULES if module not in PRIVATE}
     assert without_empty(found) == {}
 
 
 # -- what one reads to own a part: its file, those that it imports at module level, and theirs -------------------------
 
-MEAN_LINES, MONITOR_LINES = 5_000, 9_500
+MEAN_LINES, MONITOR_LINES = 5_450, 9_550
 PARTS = {
     name: module
     for module in MODULES

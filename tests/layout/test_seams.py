@@ -20,11 +20,13 @@ from small_models import Regression, fit, loader, quiet_trainer, regression_batc
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_mp.core import private_api, private_loop_api, private_sharding_api
+from lightning_mp.core import private_api, private_loop_api, private_module_api, private_sharding_api
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 
 SEAMS = ast.parse(Path(private_api.__file__).read_text())
 LOOP_SEAMS = ast.parse(Path(private_loop_api.__file__).read_text())
+MODULE_SEAMS = ast.parse(Path(private_module_api.__file__).read_text())
+PRIVATE_NAMES = private_api.PRIVATE_NAMES + private_module_api.PRIVATE_NAMES
 SHARDING_SEAMS = ast.parse(Path(private_sharding_api.__file__).read_text())
 
 MADE_BY_INIT = {"_per_optimizer_states"}
@@ -42,6 +44,8 @@ GUARDED_ELSEWHERE = {
     # gradients/test_agreed_units.py
     *("_mp_policy", "_data_parallel_size", "_tensor_parallel_size", "_device_mesh", "_all_gather_comm"),
     *("_fsdp_param_group", "_init_mp_dtypes", "_orig_dtype"),
+    # precision/test_compressed_ranks.py
+    *("_sharded_param_data", "_sharded_local_tensor", "_local_tensor", "_lazy_init"),
     # planning/test_communication.py, distributed/test_buffer_broadcast.py
     *("_forward_pre_hooks", "_forward_hooks", "_non_persistent_buffers_set"),
     # strategies/test_fsdp2_strategy.py
@@ -50,43 +54,46 @@ GUARDED_ELSEWHERE = {
     *("_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"),
     # precision/test_master_weights_checkpoints.py, test_master_weights_setup.py
     *("_average_model", "_use_lottery_ticket_hypothesis"),
+    # accumulation/test_micro_batch_on_oom.py
+    *("_zero_grad_fn", "_backward_fn"),
     # resume/test_exact_resume.py
     *("_num_yielded", "_forward_cache", "_computed", "_update_count", "_logger_connector", "_first_loop_iter"),
     "_callback_metrics",
+    # resume/test_beside_settings_of_lightning.py
+    *("_data_source", "_last_train_dl_reload_epoch", "_last_val_dl_reload_epoch"),
 }
 
 
 # -- the list ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "reason"), private_api.PRIVATE_NAMES, ids=[name for _, name, _ in private_api.PRIVATE_NAMES]
-)
+@pytest.mark.parametrize(("owner", "name", "reason"), PRIVATE_NAMES, ids=[name for _, name, _ in PRIVATE_NAMES])
 def test_every_private_name_is_still_there(owner, name, reason):
     assert hasattr(owner, name)
     assert reason
 
 
 def test_the_list_has_no_doubles():
-    keys = [(owner, name) for owner, name, _ in private_api.PRIVATE_NAMES]
-    assert len(set(keys)) == len(keys)
+    for names in (private_api.PRIVATE_NAMES, private_module_api.PRIVATE_NAMES):
+        keys = [(owner, name) for owner, name, _ in names]
+        assert len(set(keys)) == len(keys)
 
 
 def test_every_private_name_that_the_seams_touch_is_listed():
     """Attributes of others and imported functions."""
     attributes = {
         node.attr
-        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(SHARDING_SEAMS))
+        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(MODULE_SEAMS), *ast.walk(SHARDING_SEAMS))
         if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }
     imported = {
         alias.name
-        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(SHARDING_SEAMS))
+        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(MODULE_SEAMS), *ast.walk(SHARDING_SEAMS))
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     private = {name for name in attributes | imported if name.startswith("_") and not name.startswith("__")}
-    assert private - GUARDED_ELSEWHERE - {name for _, name, _ in private_api.PRIVATE_NAMES} == set()
+    assert private - GUARDED_ELSEWHERE - {name for _, name, _ in PRIVATE_NAMES} == set()
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
@@ -505,3 +512,47 @@ def test_lightning_is_the_version_that_these_guards_were_written_for():
 @pytest.mark.parametrize("detect_anomaly", [True, False])
 def test_the_trainer_knows_whether_it_detects_anomalies(detect_anomaly):
     assert private_loop_api.detects_anomalies(quiet_trainer(detect_anomaly=detect_anomaly)) is detect_anomaly
+
+
+def test_a_closure_taken_apart_runs_what_lightning_runs():
+    """Training step, ``zero_grad`` and backward, in this order, once for each batch; what is logged passes the seam."""
+    seen = []
+
+    class Watched(Regression):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    class Taking(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            def begin(closure):
+                def run():
+                    output = closure.training_step(closure.batch)
+                    if closure.zero_grad is not None:
+                        closure.zero_grad()
+                    closure.backward(output.closure_loss)
+                    seen.append((closure.batch_idx, closure.zero_grad is not None))
+                    return output
+
+                return run
+
+            private_loop_api.replace_closures(trainer, begin)
+
+            def log(hook, name, value, **arguments):
+                seen.append((hook, name, sorted(arguments)[0]))
+                patch.original(hook, name, value, **arguments)
+
+            patch = private_loop_api.replace_logging(trainer, log)
+
+    models = []
+    for callbacks in ([], [Taking()]):
+        model = Watched()
+        trainer = quiet_trainer(callbacks=callbacks, accumulate_grad_batches=2)
+        trainer.fit(model, loader(regression_batches(4)))
+        models.append((list(model.parameters()), trainer.callback_metrics))
+    (stock, metrics), (ours, our_metrics) = models
+    assert all(map(torch.equal, stock, ours))
+    assert metrics == our_metrics
+    logged = ("training_step", "loss", "add_dataloader_idx")
+    assert seen == [logged, (0, True), logged, (1, False), logged, (2, True), logged, (3, False)]

@@ -96,6 +96,7 @@ def test_windows_of_a_stock_plugin_are_normalised_too() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:OverflowMonitor. 6 of 6 optimizer steps were skipped")
 def test_a_sum_of_rows_that_overflows_is_skipped() -> None:
     class Huge(Table):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -140,6 +140,8 @@ def test_on_masters_they_evaluate_as_often_and_come_close_to_fp32(optimizer: str
 
 @pytest.mark.parametrize("storage", ["fp32", "remainder"])
 def test_lbfgs_descends_on_masters(storage: Any) -> None:
+    """For three steps; then the loss is zero, and its curvature noise, also under autocast."""
+
     class Losses(Evaluated):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, batch_idx)
@@ -149,8 +151,10 @@ def test_lbfgs_descends_on_masters(storage: Any) -> None:
     module = Losses(OPTIMIZERS["lbfgs"])
     module.losses = []
     (batch,) = regression_batches(1)
-    quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true", storage=storage)]).fit(module, loader([batch] * 4))
-    assert 8 < len(module.losses) <= 16  # up to four evaluations per step
+    quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true", storage=storage)]).fit(
+        module, loader([batch] * 3)
+    )  # later the loss is zero, and its curvature noise
+    assert 6 < len(module.losses) <= 12  # up to four evaluations per step
     assert module.losses[-1] < 0.1 * module.losses[0]
 
 

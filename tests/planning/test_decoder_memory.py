@@ -49,7 +49,7 @@ def test_states_of_zero_are_those_of_its_first_figure():
     config = DecoderConfig(layers=36, width=4096, vocabulary=51200, gated=False, tied_head=True)
     layouts = [MemoryLayout(ParallelLayout(copies=64)), MemoryLayout(ParallelLayout(shards=64))]
     for layout, gigabytes in zip(layouts, (120, 1.9), strict=True):
-        parts = decoder_memory(config, layout, context_tokens=1, precision="16-masters").bytes_by_part
+        parts = decoder_memory(config, layout, context_tokens=1, precision="16-true").bytes_by_part
         states = sum(parts[name] for name in STATES)
         assert states / config.parameters * 7.5 == pytest.approx(gigabytes, rel=0.02)
 
@@ -67,13 +67,17 @@ def test_a_pipeline_holds_as_many_micro_batches_as_it_has_stages():
         layout = MemoryLayout(ParallelLayout(stages=8))
         return decoder_memory(LLAMA_2_7B, layout, context_tokens=4096, **arguments).bytes_by_part["activations"]
 
-    one = decoder_memory(LLAMA_2_7B, context_tokens=4096).bytes_by_part["activations"]
-    assert activations() == one
-    assert activations(micro_batches=2) == one / 4
+    ends = 4 * 4 * 4096 * 4096  # what the first and the last stage save outside of blocks, at most
+    one = decoder_memory(LLAMA_2_7B, context_tokens=4096).bytes_by_part["activations"] - ends
+    assert activations() - ends == one
+    assert activations(micro_batches=2) - ends == one / 4
 
 
 def test_recomputed_blocks_keep_their_inputs_only():
-    kept, again = (decoder_memory(LLAMA_2_7B, MemoryLayout(checkpointed=c), context_tokens=4096) for c in (False, True))
+    kept, again = (
+        decoder_memory(LLAMA_2_7B, MemoryLayout(checkpointed=c), sequences=4, context_tokens=4096)
+        for c in (False, True)
+    )
     assert again.bytes_by_part["activations"] < 0.15 * kept.bytes_by_part["activations"]
 
 
@@ -84,8 +88,8 @@ def test_formulas_agree_with_the_measured_step_of_a_module():
     config = DecoderConfig(
         layers=2, width=WIDTH, heads=4, kv_heads=2, ffn_width=4 * WIDTH, vocabulary=VOCABULARY, gated=False
     )
-    formula = decoder_memory(config, sequences=4, context_tokens=32, precision="bf16-masters").bytes_by_part
-    estimate = estimate_memory(module, ids, precision="bf16-masters")
+    formula = decoder_memory(config, sequences=4, context_tokens=32, precision="bf16-true").bytes_by_part
+    estimate = estimate_memory(module, ids, precision="bf16-true")
     for part in STATES:
         largest = max(sample.bytes_by_part.get(part, 0) for sample in estimate.samples)
         assert formula[part] == pytest.approx(largest, rel=0.05)

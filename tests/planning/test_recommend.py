@@ -133,11 +133,11 @@ def test_what_fits_decides_strategy_and_checkpointing():
     assert sharded.choice("strategy").value == 'FSDP2Strategy(shard="auto")'
     assert sharded.fits is True
     assert decoder_memory(LLAMA_8B, context_tokens=4096).verdict(80e9) == "does not fit"
-    two_nodes = recommend("A100", model=LLAMA_8B, gpus=16)
+    two_nodes = recommend("H200", model=LLAMA_8B, gpus=16)
     assert "replicate_size=2" in two_nodes.choice("strategy").value
     assert dict(two_nodes.trainer)["devices"] == 8
     assert dict(two_nodes.trainer)["num_nodes"] == 2
-    long = recommend("A100", model=LLAMA_8B, gpus=8, context_tokens=16384, blocks="model.layers.*")
+    long = recommend("A100", model=LLAMA_8B, gpus=8, context_tokens=8192, blocks="model.layers.*")
     assert "ActivationCheckpointing('model.layers.*')" in long.choice("checkpointing").value
     assert long.fits is True
 

@@ -1,6 +1,7 @@
 """Which linear layers multiply in fp8, and that turning them into fp8 layers changes nothing else."""
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -242,11 +243,16 @@ def test_a_weight_of_two_layers_stays_one_weight_and_gets_both_gradients():
     torch.testing.assert_close(tied[1].weight.grad, untied[1].weight.grad + untied[2].weight.grad)
 
 
-def test_it_survives_a_deep_copy():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_is_an_ordinary_layer(copied):
+    """Nothing would undo its conversion."""
     model = chain(3)
+    plain = copy.deepcopy(model)
     convert(model)
     x = torch.randn(4, 32)
-    assert torch.equal(in_bf16(copy.deepcopy(model), x), in_bf16(model, x))
+    assert not torch.equal(in_bf16(model, x), in_bf16(plain, x))
+    assert torch.equal(in_bf16(copied(model), x), in_bf16(plain, x))
+    assert vars(copied(model)[1]).keys() == vars(plain[1]).keys()
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_mp import AutocastPrecision, MasterWeightsPrecision
 from lightning_mp.gradients import step_blocks
 from lightning_mp.language_model import GPT, GPTConfig
-from lightning_mp.precision.masters.optimizer_hooks import MasterHooks
-from lightning_mp.precision.masters.store import Storage, make_store
 
 ROOM = ("empty", "empty_like", "new_empty", "empty_strided")
 
@@ -171,12 +169,10 @@ def cost(module: pl.LightningModule, plugin: Any, optimizer: str) -> tuple[int, 
 
 MASTERS: dict[str, Any] = {
     "fp32": lambda: MasterWeightsPrecision("bf16-true"),
-    "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
-    "24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     "fp16": lambda: MasterWeightsPrecision("16-true"),
 }
 #: Operations and bytes per parameter with a fused AdamW.
-FUSED = {"fp32": (40, 56), "remainder": (60, 72), "24bit": (60, 82), "fp16": (50, 66)}
+FUSED = {"fp32": (40, 50), "fp16": (50, 60)}
 
 
 @pytest.mark.quick_cases(6)
@@ -209,7 +205,7 @@ def test_the_epilogue_has_fifteen_scalars() -> None:
 @pytest.mark.parametrize("storage", MASTERS)
 @pytest.mark.parametrize("optimizer", ["AdamW-fused", "AdamW-foreach"])
 def test_a_step_in_blocks_needs_little_memory(storage: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a model of gigabytes: 16.5 bytes per parameter inside of a step, and 14.5 with remainders."""
+    """As for a model of gigabytes: 16.5 bytes per parameter inside of a step."""
 
     class Wide(pl.LightningModule):
         def __init__(self) -> None:
@@ -222,81 +218,73 @@ def test_a_step_in_blocks_needs_little_memory(storage: str, optimizer: str, monk
     one = cost(Wide(), MASTERS[storage](), optimizer)
     monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", 0)
     blocks = cost(Wide(), MASTERS[storage](), optimizer)
-    assert one[2] >= (8 if storage in ("remainder", "24bit") else 4)
+    assert one[2] >= 4
     assert blocks[2] <= (1.0 if optimizer == "AdamW-foreach" else 0.5)  # foreach makes temporaries itself
     assert blocks[1] == pytest.approx(one[1], rel=0.01), "nothing is moved twice"
 
 
-SEPARABLE = sorted(kind.__name__ for kind in step_blocks.SEPARABLE)
+class Blocks(pl.LightningModule):
+    """Five layers in two groups."""
+
+    def __init__(self, make: Callable[..., torch.optim.Optimizer], *, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(*(nn.Linear(8, 8, bias=bias) for _ in range(5)))
+        self.make = make
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = list(self.parameters())
+        return self.make([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 3e-2}], lr=1e-2)
 
 
-def trained(name: str, storage: Any, block: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, int]:
-    """Weights, masters and state after steps in blocks, and how many blocks the last one had."""
-    monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", block)
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(8, 8, bias=name != "Muon") for _ in range(5)))
-    values = [p.detach().clone() for p in net.parameters()]
-    parameters = list(net.bfloat16().parameters())
-    groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 3e-2}]
-    optimizer = getattr(torch.optim, name)(groups, lr=1e-2, **settings)
-    store = make_store(storage)
-    for parameter, value in zip(parameters, values, strict=True):
-        store.set(parameter, value)
-    MasterHooks(optimizer, store)
-    swaps = 0
-
-    def swap_in(members: Any, original: Any = store.swap_in) -> Any:
-        nonlocal swaps
-        swaps += 1
-        return original(members)
-
-    store.swap_in = swap_in
-    for step in range(4):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
-        net(x).float().square().mean().backward()
-        if step == 2:
-            parameters[1].grad = None
-        swaps = 0
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [len(group["params"]) for group in optimizer.param_groups] == [3, len(parameters) - 3]
-    assert set(optimizer.state) <= set(parameters)
-    state = [optimizer.state[p] for p in parameters]
-    return [*parameters, *map(store.get, parameters), *[t for t in tree_leaves(state) if isinstance(t, Tensor)]], swaps
-
-
-@pytest.mark.parametrize("storage", get_args(Storage))
-@pytest.mark.parametrize("name", SEPARABLE)
-def test_blocks_change_no_bit(name: str, storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", sorted(kind.__name__ for kind in step_blocks.SEPARABLE))
+def test_blocks_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
-    one, once = trained(name, storage, 10**6, monkeypatch, **settings)
-    many, blocks = trained(name, storage, 80, monkeypatch, **settings)
-    assert once == 1 < blocks
-    assert all(torch.equal(a, b) for a, b in zip(one, many, strict=True))
+    ends = []
+    for block in (10**6, 80):
+        monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", block)
+        module = Blocks(partial(getattr(torch.optim, name), **settings), bias=name != "Muon")
+        trainer = fit(module, list(torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(1))), plugin=bf16())
+        (optimizer,) = trainer.optimizers
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(module.parameters()))
+        state = [optimizer.state[p] for p in module.parameters()]
+        ends.append([*module.parameters(), *(t for t in tree_leaves(state) if isinstance(t, Tensor))])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def bf16() -> MasterWeightsPrecision:
+    return MasterWeightsPrecision("bf16-true")
 
 
 def test_hooks_of_others_find_all_parameters_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", 0)
-    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))).bfloat16()
-    optimizer = torch.optim.AdamW(net.parameters())
-    MasterHooks(optimizer, make_store("fp32"))
     seen = []
-    optimizer.register_step_post_hook(lambda stepped, *_: seen.append(len(stepped.param_groups[0]["params"])))
-    net(torch.ones(1, 8).bfloat16()).sum().backward()
-    optimizer.step()
-    assert seen == [10]
+
+    def make(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(*args, **kwargs)
+        optimizer.register_step_post_hook(lambda stepped, *_: seen.append(len(stepped.param_groups[1]["params"])))
+        return optimizer
+
+    fit(Blocks(make), [torch.ones(1, 8)], plugin=bf16())
+    assert seen == [7]
 
 
 def test_a_step_that_raises_between_blocks_leaves_the_groups_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", 0)
-    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))).bfloat16()
-    optimizer = torch.optim.AdamW(net.parameters())
-    hooks = MasterHooks(optimizer, make_store("remainder"))
-    net(torch.ones(1, 8).bfloat16()).sum().backward()
-    net[2].weight.grad = net[2].weight.grad.to_sparse()
-    before = [p.detach().clone() for p in net.parameters()]
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-    hooks.swap_out()
-    assert optimizer.param_groups[0]["params"] == list(net.parameters())
-    assert torch.equal(net[4].weight, before[-2])
+
+    class Breaks(Blocks):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            optimizer.param_groups[1]["betas"] = (0.9, None)
+
+    module = Breaks(torch.optim.AdamW)
+    last = module.net[4].weight.detach().clone()
+    with pytest.raises(TypeError):
+        fit(module, [torch.ones(1, 8)], plugin=bf16())
+    (optimizer,) = module.trainer.optimizers
+    assert [p for group in optimizer.param_groups for p in group["params"]] == list(module.parameters())
+    assert torch.equal(module.net[4].weight, last)
+    assert {p.grad.dtype for p in module.parameters()} <= {torch.bfloat16, torch.float32}

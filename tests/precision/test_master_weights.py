@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision
-from master_loops import DTYPES, KINDS, OPTIMIZERS, SCALE, clipping, master_weights, masters_of, scale_of, train_by_hand
+from master_loops import KINDS, OPTIMIZERS, SCALE, clipping, master_weights, masters_of, scale_of, train_by_hand
 from small_models import Regression, fit, fused_adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ def test_training_equals_a_loop_by_hand_and_stays_close_to_fp32(
     batches = regression_batches(10)
     make = GRID_OPTIMIZERS[optimizer]
     by_hand = Regression(make)
-    expected = train_by_hand(by_hand, batches, precision, clip, scale_of(precision), storage)
+    expected = train_by_hand(by_hand, batches, precision, clip, scale_of(precision))
     module = Regression(make)
     trainer = fit(module, batches, plugin=master_weights(precision, storage), **clipping(clip))
     fp32 = Regression(make)
@@ -44,11 +44,10 @@ def test_training_equals_a_loop_by_hand_and_stays_close_to_fp32(
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 if precision == "16-true" else 2e-4)
         else:
             assert torch.equal(ours, theirs)
-    for parameter, master, reference in zip(weights(module), masters_of(trainer), weights(fp32), strict=True):
-        assert parameter.dtype == DTYPES[precision]
-        torch.testing.assert_close(parameter.float(), master, rtol=2**-8, atol=1e-7)
+    for parameter, reference in zip(weights(module), weights(fp32), strict=True):
+        assert parameter.dtype == torch.float32
         if "fused" not in optimizer or clip is None:
-            torch.testing.assert_close(master, reference, rtol=0, atol=FP32_TOLERANCE[precision])
+            torch.testing.assert_close(parameter, reference, rtol=0, atol=FP32_TOLERANCE[precision])
 
 
 def test_bf16_true_without_masters_ends_further_from_fp32() -> None:
@@ -73,23 +72,21 @@ def test_small_updates_do_not_vanish(precision: str, storage: str) -> None:
     class OneWeight(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
+            self.layer = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(self.layer.weight)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.weight.sum()
+            return self.layer(batch.to(next(self.parameters()).dtype)).sum()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-    module = OneWeight()
-    trainer = fit(module, [torch.ones(1)] * 20, plugin=master_weights(precision, storage))
+    trainer = fit(OneWeight(), [torch.ones(1)] * 20, plugin=master_weights(precision, storage))
     # Each step is off by at most one of 24 bits.
     assert masters_of(trainer)[0].item() == pytest.approx(0.98, abs=5 * 2**-15 if storage == "24bit" else 1e-6)
-    assert module.weight.item() == pytest.approx(0.98, rel=2**-9)
-
     half = OneWeight()
     fit(half, [torch.ones(1)] * 20, plugin=HalfPrecision("bf16-true"))
-    assert half.weight.item() == 1.0
+    assert half.layer.weight.item() == 1.0
 
 
 def test_fp16_adam_is_finite() -> None:
@@ -102,14 +99,6 @@ def test_fp16_adam_is_finite() -> None:
         ends[label] = weights(module)
     assert not all(w.isfinite().all() for w in ends["half"])
     assert all(w.isfinite().all() for w in ends["ours"])
-
-
-def test_masters_start_from_the_true_initial_weights() -> None:
-    module = Regression(lambda p: torch.optim.SGD(p, lr=0.0))
-    initial = weights(module)
-    trainer = fit(module, regression_batches(1), plugin=master_weights())
-    assert all(torch.equal(a, b) for a, b in zip(masters_of(trainer), initial, strict=True))
-    assert any((a != a.bfloat16()).any() for a in initial)
 
 
 class Clamped(Regression):
@@ -139,7 +128,7 @@ def test_weights_clamped_through_data_stay_clamped(precision: str, storage: str,
         module = Clamped(GRID_OPTIMIZERS[optimizer], way)
         trainer = fit(module, regression_batches(5), plugin=master_weights(precision, storage))
         ends[way] = [*masters_of(trainer), *weights(module)]
-    assert max(float(w.abs().max()) for w in ends["counted"]) <= 0.0502
+    assert max(float(w.abs().max()) for w in ends["counted"]) == torch.tensor(0.05)
     for way in ("in place", "assigned"):
         assert all(torch.equal(a, b) for a, b in zip(ends[way], ends["counted"], strict=True))
 

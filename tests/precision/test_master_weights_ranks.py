@@ -1,186 +1,307 @@
-"""MasterWeightsPrecision on two real processes: DDP with and without bucket views, FSDP1, FSDP2, tensor parallelism."""
+"""MasterWeightsPrecision on two real processes: DDP of every kind, FSDP1, FSDP2, tensor parallelism."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cpu_fsdp import CpuFsdp
+from gloo import RankError
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from master_loops import DTYPES, KINDS, OPTIMIZERS, MastersByHand, master_weights, masters_of, scale_of
+from master_loops import DTYPES, OPTIMIZERS, LoopByHand, master_weights, scale_of
 from small_models import Regression, fit, loader, quiet_trainer, regression_batches
-from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_mp.precision.masters import store
+from lightning_mp import AutocastPrecision, FSDP2Strategy
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
-BATCHES = {rank: regression_batches(8)[4 * rank : 4 * rank + 4] for rank in (0, 1)}
+BATCHES = {rank: regression_batches(12)[6 * rank : 6 * rank + 6] for rank in (0, 1)}
+STEPS = 6
 
 
 def ddp(**arguments: Any) -> DDPStrategy:
     return DDPStrategy(process_group_backend="gloo", **arguments)
 
 
-def full(tensors: list[Tensor]) -> list[Tensor]:
-    return [(t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
+class Ranked(Regression):
+    """Has a norm, and a layer that a loss may leave out."""
+
+    trains_its_own = True
+
+    def __init__(self, optimizer: Any = OPTIMIZERS["sgd"], *, seed: int = 0, uses_all: bool = True) -> None:
+        super().__init__(optimizer)
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1))
+        self.more = nn.Linear(8, 1)
+        self.temperature = nn.Parameter(torch.zeros(1), requires_grad=self.trains_its_own)  # which its steps use
+        self.uses_all = uses_all
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * self.temperature.exp().squeeze()
+        return loss + self.more(batch[0]).square().mean() if self.uses_all else loss
 
 
-def two_ranks_by_hand(precision: str, optimizer: str, storage: str) -> list[Tensor]:
-    """The same training in one process, gradients averaged in 16 bit as DDP does."""
-    dtype, scale = DTYPES[precision], scale_of(precision)
-    module = Regression(OPTIMIZERS[optimizer])
-    by_hand = MastersByHand(module, dtype, module.make_optimizer, storage)
-    for index in range(4):
-        gradients = []
-        for rank in (0, 1):
-            loss = module.training_step([x.to(dtype) for x in BATCHES[rank][index]], index)
-            gradients.append(torch.autograd.grad(loss * scale, list(module.parameters())))
-        for parameter, first, second in zip(module.parameters(), *gradients, strict=True):
-            parameter.grad = first / 2 + second / 2
-        by_hand.step(scale)
-    return [m.detach() for m in by_hand.masters]
+def full(module: nn.Module) -> list[Tensor]:
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("bucket_view", [False, True], ids=["own-gradients", "bucket-views"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw_fused"])
-@pytest.mark.parametrize(("precision", "storage"), KINDS)
-def test_ddp_equals_one_process(precision: str, storage: str, optimizer: str, bucket_view: bool) -> None:
-    """A change of ``parameter.data``'s dtype would unhook DDP: from the second step on the ranks would train apart."""
+def two_ranks_by_hand(
+    make: Callable[[], Ranked], precision: str = "bf16-true", *, window: int = 1, in_fp32: bool = False
+) -> list[Tensor]:
+    """Two copies in one process; DDP averages gradients in 16 bit, FSDP in fp32."""
+    scale, modules = scale_of(precision), [make() for _ in range(2)]
+    loops = [LoopByHand(module, DTYPES[precision]) for module in modules]
+    optimizers = [module.configure_optimizers() for module in modules]
+    for index in range(STEPS):
+        for rank, (loop, module) in enumerate(zip(loops, modules, strict=True)):
+            if index % window == 0:
+                loop.cast()
+            loss = loop.forward(module.training_step, BATCHES[rank][index], index)
+            loop.backward(loss / window * scale)
+        if (index + 1) % window:
+            continue
+        for loop in loops:
+            _take(loop)
+        for first, second in zip(*(module.parameters() for module in modules), strict=True):
+            if first.grad is not None:
+                assert second.grad is not None
+                wide = torch.float32 if in_fp32 else first.grad.dtype
+                mean = (first.grad.to(wide) / 2 + second.grad.to(wide) / 2).float() / scale
+                first.grad, second.grad = mean, mean.clone()
+        for optimizer, loop in zip(optimizers, loops, strict=True):
+            optimizer.step()
+            loop.clear()
+    return full(modules[0])
 
-    def train(rank: int) -> list[Tensor]:
-        module = Regression(OPTIMIZERS[optimizer])
-        strategy = ddp(gradient_as_bucket_view=bucket_view)
-        trainer = fit(module, BATCHES[rank], devices=2, strategy=strategy, plugin=master_weights(precision, storage))
-        assert {p.grad.dtype for p in module.parameters()} == {p.dtype for p in module.parameters()}
-        return masters_of(trainer)
 
+def _take(loop: LoopByHand) -> None:
+    for parameter, leaf in loop.leaves.items():
+        parameter.grad = leaf.grad
+
+
+def check_ranks(train: Callable[[int], list[Tensor]], expected: list[Tensor], *, atol: float = 0.0) -> None:
     first, second = run_ranks(train, 2)
-    expected = two_ranks_by_hand(precision, optimizer, storage)
     for ours, other, theirs in zip(first, second, expected, strict=True):
         assert torch.equal(ours, other)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("storage", ["fp32", "remainder"])
-def test_masters_below_the_16_bits_are_those_of_rank_zero(storage: str) -> None:
-    """DDP gives every rank rank 0's 16-bit weights; what lies below them must come along."""
+# -- DDP: the copies are leaves, and reduced in 16 bit -----------------------------------------------------------------
 
-    def train(rank: int) -> tuple[list[Tensor], list[Tensor]]:
-        module = Regression(lambda p: torch.optim.SGD(p, lr=0.0))
-        torch.manual_seed(rank + 7)
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ({}, "bf16-true"),
+        ({}, "16-true"),
+        ({"gradient_as_bucket_view": True}, "bf16-true"),
+        ({"static_graph": True}, "bf16-true"),
+        ({"find_unused_parameters": True}, "bf16-true"),
+    ],
+    ids=["plain", "fp16", "bucket views", "static graph", "unused parameters"],
+)
+@pytest.mark.parametrize("window", [1, 3])
+def test_ddp_equals_one_process(kind: dict[str, Any], precision: str, window: int) -> None:
+    make = partial(Ranked, uses_all="find_unused_parameters" not in kind)
+
+    def train(rank: int) -> list[Tensor]:
+        module = make(seed=7 * rank)  # ranks start apart, and get the weights of rank 0
+        plugin = master_weights(precision, weight_by=None)
+        fit(module, BATCHES[rank], devices=2, strategy=ddp(**kind), plugin=plugin, accumulate_grad_batches=window)
+        return full(module)
+
+    check_ranks(train, two_ranks_by_hand(make, precision, window=window), atol=2e-5 if precision == "16-true" else 0.0)
+
+
+plain_sgd = partial(torch.optim.SGD, lr=0.1)  # without weight decay
+
+
+class ByHand(Ranked):
+    def __init__(self, backward: str = "manual_backward") -> None:
+        super().__init__(plain_sgd)
+        self.automatic_optimization = False
+        self.how = backward
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        loss.backward() if self.how == "backward" else self.manual_backward(loss)
+        optimizer.step()
+
+
+class Penalised(Ranked):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.more.weight.square().sum()
+
+
+class Clamped(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
         with torch.no_grad():
-            for p in module.parameters():
-                p.normal_()
-        start = [p.detach().clone() for p in module.parameters()]
-        trainer = fit(module, BATCHES[rank][:1], devices=2, strategy=ddp(), plugin=master_weights(storage=storage))
-        return start, masters_of(trainer)
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(input)
 
-    (start, first), (_, second) = run_ranks(train, 2)
-    for ours, other, expected in zip(first, second, start, strict=True):
-        assert torch.equal(ours, expected)
-        assert torch.equal(other, expected)
+
+class Writing(Ranked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = Clamped(8, 1)
+
+
+class Hooked(Ranked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+
+def test_manual_optimization_and_hooks_under_ddp() -> None:
+    def train(rank: int) -> list[Tensor]:
+        module = ByHand()
+        module.more.weight.register_hook(lambda gradient: gradient * 0)
+        start = module.more.weight.detach().clone()
+        fit(module, BATCHES[rank], devices=2, strategy=ddp(), plugin=master_weights())
+        assert torch.equal(module.more.weight, start)
+        return full(module)
+
+    first, second = run_ranks(train, 2)
+    by_hand = two_ranks_by_hand(partial(Ranked, plain_sgd))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    names = [name for name, _ in Ranked().named_parameters()]
+    same = {n for n, a, b in zip(names, first, by_hand, strict=True) if torch.equal(a, b)}
+    assert same == {*names} - {"more.weight", "more.bias"}  # the bias belongs to another weight
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            partial(ByHand, "backward"),
+            r"loss.backward\(\) adds gradients to the 16-bit copies.*manual_backward\(loss\)",
+        ),
+        (Penalised, "more.weight was used outside of a module's forward, .*policy={'name.of.module': 'fp32'}"),
+        (Writing, "forward writes to more.weight, of which DDP has hooked 16-bit copies.*policy="),
+        (Hooked, "hooks of register_post_accumulate_grad_hook would see gradients that are not averaged"),
+    ],
+)
+def test_what_ddp_would_not_average_is_refused(make: Callable[[], Ranked], said: str) -> None:
+    def train(rank: int) -> None:
+        fit(make(), BATCHES[rank], devices=2, strategy=ddp(), plugin=master_weights())
+
+    with pytest.raises(RankError, match=f"(?s){said}"):
+        run_ranks(train, 2)
+
+
+def test_the_named_policy_cures_it() -> None:
+    policy = {"more": "fp32", "op:norms": "fp32", "op:losses": "fp32"}
+
+    def train(rank: int) -> list[Tensor]:
+        module = Penalised()
+        fit(module, BATCHES[rank], devices=2, strategy=ddp(), plugin=master_weights(policy=policy))
+        return full(module)
+
+    def autocast(rank: int) -> list[Tensor]:
+        module = Penalised()
+        fit(module, BATCHES[rank], devices=2, strategy=ddp(), plugin=AutocastPrecision("bf16-mixed", policy=policy))
+        return full(module)
+
+    check_ranks(train, run_ranks(autocast, 2)[0], atol=1e-3)
+
+
+def test_a_collective_that_writes_to_weights_counts() -> None:
+    """As local SGD: it moves no version counter."""
+
+    class Averaged(Ranked):
+        def on_train_batch_end(self, *_: Any) -> None:
+            for parameter in self.parameters():
+                with torch.no_grad():
+                    parameter.add_(0.25 * self.global_rank)
+                    dist.broadcast(parameter, 0)
+
+    def train(rank: int) -> list[Tensor]:
+        module = Averaged()
+        fit(module, BATCHES[rank], devices=2, strategy=ddp(), plugin=master_weights())
+        return full(module)
+
+    check_ranks(train, two_ranks_by_hand(Ranked))
 
 
 # -- sharded parameters ------------------------------------------------------------------------------------------------
 
 
-class Sharded(Regression):
+class Sharded(Ranked):
+    trains_its_own = False  # no forward gathers it
+    mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
     def configure_model(self) -> None:
-        if not isinstance(self.net[0].weight, DTensor):
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        if not isinstance(self.more.weight, DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for part in (self.net[0], self.net[3], self.more):
+                fully_shard(part, mesh=mesh, mp_policy=self.mp_policy)
+            fully_shard(self.net[1], mesh=mesh)
 
 
-class TensorParallel(Regression):
+class GatheredInFp32(Sharded):
+    mp_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+
+
+class Split(Ranked):
     def configure_model(self) -> None:
         if not isinstance(self.net[0].weight, DTensor):
+            plan = {"0": ColwiseParallel(use_local_output=True), "3": RowwiseParallel()}
+            del self.net[1]  # the norm
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
 
-def model_parallel(parallelism: type[Regression], **arguments: Any) -> ModelParallelStrategy:
-    data, tensor = (2, 1) if parallelism is Sharded else (1, 2)
+def model_parallel(kind: type[Ranked], **arguments: Any) -> ModelParallelStrategy:
+    data, tensor = (1, 2) if kind is Split else (2, 1)
     return ModelParallelStrategy(
         data_parallel_size=data, tensor_parallel_size=tensor, process_group_backend="gloo", **arguments
     )
 
 
-@pytest.mark.parametrize("storage", get_args(store.Storage))
-@pytest.mark.parametrize("parallelism", [Sharded, TensorParallel], ids=["fsdp2", "tp"])
-@pytest.mark.full
-def test_model_parallel_equals_ddp(parallelism: type[Regression], storage: str) -> None:
-    """Masters are sharded like their parameters; no step finds a weight changed by somebody else."""
+@pytest.mark.parametrize("kind", [Ranked, Sharded, GatheredInFp32], ids=["FSDP2Strategy", "fully_shard", "in fp32"])
+def test_fsdp2_equals_one_process(kind: type[Ranked]) -> None:
+    """The fp32 shards are the masters; nothing is lent."""
 
-    def follow(*_: Any) -> Any:
-        raise AssertionError("FSDP2 and DTensor do not count as somebody else")
-
-    def train(rank: int) -> Any:
-        module = parallelism(OPTIMIZERS["adamw_foreach"])
-        ours = master_weights(storage=storage)
-        trainer = quiet_trainer(devices=2, strategy=model_parallel(parallelism), plugins=[ours])
-        batches = BATCHES[rank if parallelism is Sharded else 0]
-        with patch.object(store, "rounds_to", follow):  # after the fit nobody watches, and weights are compared
-            trainer.fit(module, loader(batches))
-        each = {"fp32": 4, "remainder": 2, "24bit": 1}[storage]
-        local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in module.parameters())
-        assert ours._masters is not None
-        assert ours._masters.store.nbytes == each * local
-        assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
-        return full(masters_of(trainer))
-
-    def reference(rank: int) -> list[Tensor]:
-        module = Regression(OPTIMIZERS["adamw_foreach"])
-        trainer = quiet_trainer(devices=2, strategy=ddp(), plugins=[master_weights(storage=storage)])
-        trainer.fit(module, loader(BATCHES[rank if parallelism is Sharded else 0]))
-        return masters_of(trainer)
-
-    first, second = run_ranks(train, 2)
-    for ours, other, theirs in zip(first, second, run_ranks(reference, 2)[0], strict=True):
-        assert torch.equal(ours, other)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("storage", get_args(store.Storage))
-def test_a_second_fit_under_fsdp2_goes_on_from_the_masters_of_the_first(storage: str) -> None:
-    def train(rank: int, sharded: bool) -> list[Tensor]:
-        module = (Sharded if sharded else Regression)(OPTIMIZERS["adamw_foreach"])
-        for _ in range(2):
-            strategy = model_parallel(Sharded) if sharded else ddp()
-            trainer = fit(module, BATCHES[rank], devices=2, strategy=strategy, plugin=master_weights(storage=storage))
-        return full(masters_of(trainer))
-
-    first, second = run_ranks(lambda rank: train(rank, True), 2)
-    for ours, other, theirs in zip(first, second, run_ranks(lambda rank: train(rank, False), 2)[0], strict=True):
-        assert torch.equal(ours, other)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=4e-4)
-
-
-@pytest.mark.parametrize("distributed", [False, True], ids=["full-checkpoint", "distributed-checkpoint"])
-@pytest.mark.parametrize(("parallelism", "storage"), [(Sharded, "remainder"), (TensorParallel, "fp32")])
-@pytest.mark.full
-def test_sharded_runs_resume_exactly(
-    parallelism: type[Regression], storage: str, distributed: bool, tmp_path: Path
-) -> None:
-    """Masters go through torch's checkpoints by name, too: the optimizer's state is all that they need."""
-
-    def train(rank: int, epochs: int, *, resume: bool = False, save: bool = False) -> list[Tensor]:
-        module = parallelism(OPTIMIZERS["adamw_foreach"])
-        strategy = model_parallel(parallelism, save_distributed_checkpoint=distributed)
-        trainer = quiet_trainer(
-            devices=2, strategy=strategy, plugins=[master_weights(storage=storage)], max_epochs=epochs
+    def train(rank: int) -> list[Tensor]:
+        module = kind()
+        strategy = (
+            FSDP2Strategy(shard=["net.*", "more"], process_group_backend="gloo")
+            if kind is Ranked
+            else model_parallel(kind)
         )
-        batches = BATCHES[rank if parallelism is Sharded else 0]
+        fit(module, BATCHES[rank], devices=2, strategy=strategy, plugin=master_weights())
+        assert {p.dtype for p in module.parameters()} == {torch.float32}
+        return full(module)
+
+    expected = type("Expected", (Ranked,), {"trains_its_own": kind.trains_its_own})
+    check_ranks(train, two_ranks_by_hand(expected, in_fp32=True))
+
+
+@pytest.mark.quick_cases(1)
+@pytest.mark.parametrize("distributed", [False, True], ids=["one file", "shards"])
+@pytest.mark.parametrize("kind", [Sharded, Split])
+def test_sharded_runs_resume_exactly(kind: type[Ranked], distributed: bool, tmp_path: Path) -> None:
+    def train(rank: int, epochs: int, *, resume: bool = False, save: bool = False) -> list[Tensor]:
+        module = kind(OPTIMIZERS["adamw_foreach"])
+        strategy = model_parallel(kind, save_distributed_checkpoint=distributed)
+        trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[master_weights()], max_epochs=epochs)
+        batches = BATCHES[0 if kind is Split else rank]
         trainer.fit(module, loader(batches), ckpt_path=tmp_path / "x.ckpt" if resume else None)
         if save:
             trainer.save_checkpoint(tmp_path / "x.ckpt")
-        return full(masters_of(trainer))
+        return full(module)
 
     straight = run_ranks(lambda rank: train(rank, 2), 2)[0]
     run_ranks(lambda rank: train(rank, 1, save=True), 2)
@@ -188,34 +309,37 @@ def test_sharded_runs_resume_exactly(
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
 
 
+def test_tensor_parallel_equals_one_process_but_for_the_order_of_sums() -> None:
+    """A row-parallel product is a sum of two 16-bit products, each rounded; 16 bits of a sum are the rest of it."""
+
+    def train(rank: int) -> list[Tensor]:
+        module = Split()
+        fit(module, BATCHES[0], devices=2, strategy=model_parallel(Split), plugin=master_weights())
+        return full(module)
+
+    def whole(rank: int) -> list[Tensor]:
+        module = Ranked()
+        del module.net[1]
+        fit(module, BATCHES[0], plugin=master_weights())
+        return full(module)
+
+    check_ranks(train, whole(0), atol=5e-4)
+
+
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_under_fsdp_the_shards_are_the_masters(precision: str) -> None:
-    seen: list[Any] = []
+def test_under_fsdp1_the_shards_are_the_masters(precision: str) -> None:
+    """It casts inputs and targets to 16 bit, too, which others do not."""
 
-    class Watched(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            seen.append((batch[0].dtype, self.net(batch[0]).dtype))
-            return super().training_step(batch, batch_idx)
-
-    def train(rank: int) -> Any:
-        module = Watched(OPTIMIZERS["adamw_foreach"])
-        trainer = quiet_trainer(
-            devices=2, strategy=CpuFsdp(process_group_backend="gloo"), plugins=[master_weights(precision)]
-        )
+    def train(rank: int, plugin: Any) -> Any:
+        module = Ranked()
+        strategy = CpuFsdp(process_group_backend="gloo", use_orig_params=True) if plugin else ddp()
+        trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[plugin] if plugin else [])
         trainer.fit(module, loader(BATCHES[rank]))
-        dtypes = {p.dtype for p in trainer.model.parameters()}
-        with FullyShardedDataParallel.summon_full_params(trainer.model):
-            return [p.detach().clone() for p in module.parameters()], dtypes, set(seen)
+        assert {p.dtype for p in module.parameters()} == {torch.float32}
+        model: Any = trainer.model
+        with FullyShardedDataParallel.summon_full_params(model) if plugin else nullcontext():
+            return full(module)
 
-    def fp32(rank: int) -> list[Tensor]:
-        module = Regression(OPTIMIZERS["adamw_foreach"])
-        fit(module, BATCHES[rank], devices=2, strategy=ddp())
-        return [p.detach().clone() for p in module.parameters()]
-
-    (first, dtypes, inside), (second, *_) = run_ranks(train, 2)
-    assert dtypes == {torch.float32}
-    assert inside == {(DTYPES[precision], DTYPES[precision])}
-    for ours, other, theirs in zip(first, second, run_ranks(fp32, 2)[0], strict=True):
-        assert torch.equal(ours, other)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-3)
+    fp32 = run_ranks(lambda rank: train(rank, None), 2)[0]
+    check_ranks(lambda rank: train(rank, master_weights(precision)), fp32, atol=5e-3)

@@ -1,19 +1,16 @@
 """What a user's module holds or is given besides weights: metrics, decompositions, ids in a batch."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
 from cpu_fsdp import CpuFsdp
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import WIDTH, Regression, fit, loader, quiet_trainer, regression_batches, sgd
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,8 +22,6 @@ from lightning_mp import AutocastPrecision, MasterWeightsPrecision, PrecisionPol
 MASTERS: dict[str, Callable[[], Any]] = {
     "bf16-true": lambda: MasterWeightsPrecision("bf16-true"),
     "16-true": lambda: MasterWeightsPrecision("16-true"),
-    "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
-    "24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     "policy": lambda: MasterWeightsPrecision("bf16-true", policy=PrecisionPolicy.default()),
 }
 
@@ -166,37 +161,6 @@ def test_metrics_after_an_evaluation_and_after_a_resume(tmp_path: Any) -> None:
     assert float(resumed.mean.compute()) == pytest.approx(1.25, rel=1e-5)
 
 
-def test_the_network_inside_of_a_metric_is_cast_like_any_other() -> None:
-    """As FID's feature extractor: it is given what the module computes, which is 16 bit."""
-
-    class Distance(torchmetrics.Metric):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(1, 4)
-            self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-
-        def update(self, x: Tensor) -> None:
-            self.total += self.net(x).float().mean().detach()
-
-        def compute(self) -> Tensor:
-            return self.total
-
-    class WithDistance(Regression):
-        def __init__(self) -> None:
-            super().__init__(lambda _: sgd(self.net.parameters()))
-            self.distance = Distance()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.distance.update(self.net(batch[0]))
-            return super().training_step(batch, batch_idx)
-
-    module = WithDistance()
-    fit(module, regression_batches(2), plugin=MASTERS["bf16-true"]())
-    assert module.distance.net.weight.dtype == torch.bfloat16
-    assert module.distance.total.dtype == torch.float32
-    assert "_apply" not in vars(module.distance)
-
-
 # -- evaluation in fp32 ------------------------------------------------------------------------------------------------
 
 
@@ -276,17 +240,9 @@ class Orthogonal(Regression):
 @pytest.mark.parametrize("rows", [4, 8, 12])
 @pytest.mark.parametrize("orthogonal_map", MAPS)
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_orthogonal_weights_are_refused_and_the_named_policy_cures_it(
-    orthogonal_map: str, rows: int, precision: Any
-) -> None:
+def test_orthogonal_weights_are_computed_in_fp32(orthogonal_map: str, rows: int, precision: Any) -> None:
     module = Orthogonal(orthogonal_map, rows)
-    with pytest.raises(
-        MisconfigurationException,
-        match=rf"MasterWeightsPrecision\('{precision}'\) would compute layer.parametrizations.weight in .*Use"
-        rf" MasterWeightsPrecision\('{precision}', policy={{'\*.parametrizations.\*': 'fp32'}}\)",
-    ):
-        fit(module, regression_batches(3), plugin=MasterWeightsPrecision(precision))
-    plugin = MasterWeightsPrecision(precision, policy={"*.parametrizations.*": "fp32"})
+    plugin = MasterWeightsPrecision(precision)
     before = module.layer.weight.detach().clone()
     fit(module, regression_batches(3), plugin=plugin)
     weight = module.layer.weight.detach()
@@ -309,91 +265,38 @@ class Inverted(Regression):
         parametrize.register_parametrization(self.net[0], "bias", Inverse())
 
 
-def test_an_operation_without_16_bit_names_the_cure() -> None:
-    with pytest.raises(RuntimeError) as raised:
-        fit(Inverted(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true"))
-    assert "does not have this operation" in raised.value.__notes__[0]
-    assert "a rule in fp32: policy={'name.of.module': 'fp32'}" in raised.value.__notes__[0]
-    assert "in a step itself, create its inputs with dtype=torch.float32" in raised.value.__notes__[0]
-    plugin = MasterWeightsPrecision("bf16-true", policy={"net.0.parametrizations.*": "fp32"})
-    fit(Inverted(), regression_batches(1), plugin=plugin)
+def test_a_parametrization_of_ones_own_is_computed_in_fp32() -> None:
+    """torch has no inverse in 16 bit."""
+    fit(Inverted(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true"))
 
 
-# -- numbers in a batch ------------------------------------------------------------------------------------------------
-
-BATCHES: dict[str, tuple[Any, dict[str, str | None]]] = {
-    # what is in the batch; what is said in bf16 and in fp16
-    "measurements": (1e3 * torch.randn(64, 8) + 0.123, {"bf16-true": None, "16-true": None}),
-    "pixels": (torch.arange(256.0).view(16, 16), {"bf16-true": None, "16-true": None}),
-    "ids": (
-        torch.tensor([100001.0, 3.0]),
-        {"bf16-true": r"in batch\['x'\] 100001 becomes 99840\.", "16-true": "100001 becomes inf"},
-    ),
-    "small ids": (torch.tensor([[257.0], [3.0]]), {"bf16-true": "257 becomes 256", "16-true": None}),
-    "fp64 time stamps": (
-        torch.tensor([1.7e9 + 1.0], dtype=torch.float64),
-        {"bf16-true": "1700000001 becomes 1702887424", "16-true": "becomes inf"},
-    ),
-    "a column of ids": (
-        torch.stack([torch.rand(8), 1000.0 + torch.arange(8)], 1),
-        {"bf16-true": "1001 becomes 1000", "16-true": None},
-    ),
-    "too large": (torch.tensor([70000.5, 1.5]), {"bf16-true": None, "16-true": "70000.5 becomes inf"}),
-    "integers": (torch.tensor([100001, 3]), {"bf16-true": None, "16-true": None}),
-    "masks": (torch.tensor([float("-inf"), 0.0, float("nan")]), {"bf16-true": None, "16-true": None}),
-    "nothing": (torch.zeros(0, 4), {"bf16-true": None, "16-true": None}),
-}
-
-
-class Given(pl.LightningModule):
-    """Keeps what it is given."""
+class Mixing(Regression):
+    class Layer(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.lerp(super().forward(input), torch.ones(16), self.bias)
 
     def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-        self.given: list[Tensor] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.given.append(batch["x"])
-        return self.weight.square()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(self.parameters())
+        super().__init__(sgd)
+        self.net[0] = self.Layer(8, 16)
 
 
-class Validated(Given):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.given.append(batch["x"])
+@pytest.mark.parametrize("kind", [Mixing])
+def test_two_dtypes_in_an_operation_get_a_hint_with_the_cure(kind: type[Regression]) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        fit(kind(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true"))
+    assert "a module's weights are torch.bfloat16 inside of its forward" in raised.value.__notes__[0]
+    assert "a rule in fp32, policy={'name.of.module': 'fp32'}" in raised.value.__notes__[0]
+    fit(kind(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true", policy={"net.0": "fp32"}))
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-@pytest.mark.parametrize("name", BATCHES)
-def test_numbers_that_16_bit_does_not_have_are_told_of(name: str, precision: Any) -> None:
-    x, texts = BATCHES[name]
-    module = Given()
-    trainer = quiet_trainer(plugins=[MasterWeightsPrecision(precision)])
-    with warned(texts[precision]):
-        trainer.fit(module, loader([{"x": x}] * 2))
-    expected = x.to(module.weight.dtype) if x.is_floating_point() else x
-    assert all(torch.equal(a.nan_to_num(), expected.nan_to_num()) for a in module.given)
+def test_a_batch_and_new_tensors_are_as_they_are() -> None:
+    seen = []
 
+    class Given(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append((batch[0].dtype, torch.zeros(1).dtype))
+            return super().training_step(batch, batch_idx)
 
-def test_they_are_told_of_in_every_loop_with_its_first_batch_only() -> None:
-    ids, small = {"x": torch.tensor([100001.0])}, {"x": torch.tensor([1.0])}
-
-    def said(train: list[Any], val: list[Any]) -> int:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(Validated(), train, plugin=MASTERS["bf16-true"](), max_epochs=2, num_sanity_val_steps=0, validation=val)
-        return sum("becomes 99840" in str(w.message) for w in caught)
-
-    assert said([ids, ids], [small]) == 1
-    assert said([small], [ids, ids]) == 1
-    assert said([ids], [ids]) == 2
-    assert said([small, ids], [small]) == 0
-
-
-def test_under_a_policy_a_batch_is_not_cast() -> None:
-    module = Given()
-    fit(module, [{"x": BATCHES["ids"][0]}], plugin=MASTERS["policy"]())
-    assert torch.equal(module.given[0], BATCHES["ids"][0])
+    for policy in ("default", None):
+        fit(Given(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true", policy=policy))
+    assert seen == [(torch.float32, torch.float32)] * 2

@@ -6,7 +6,9 @@ A test that fails here says that upstream has changed: then rewrite the row of d
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
 from restarts import BATCHES, SAVES, SizedStream, Stream, Trace, TurningStream, interrupted, trace
 from small_models import quiet_trainer
 
@@ -64,3 +66,34 @@ def test_a_run_that_ended_inside_an_epoch_takes_it_for_finished(tmp_path: Path) 
         seen[name] = samples(trace(trainers, SizedStream, tmp_path / f"{name}.ckpt", saves_after=True))
     assert seen["stock"] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert seen["ours"] == IN_ORDER[:4]
+
+
+def test_loaders_are_made_in_the_epoch_in_which_a_run_resumes(tmp_path: Path) -> None:
+    """D66, #21492: every second epoch has new data; epoch 1 has that of epoch 0, and after a resume its own."""
+
+    class Stages(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.seen: list[int] = []
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader([torch.full((1,), float(self.current_epoch))], batch_size=None)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.seen.append(int(batch))
+            return (self.weight * batch).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def run(epochs: int, ckpt_path: Any = None) -> list[int]:
+        module = Stages()
+        trainer = quiet_trainer(max_epochs=epochs, reload_dataloaders_every_n_epochs=2)
+        trainer.fit(module, ckpt_path=ckpt_path, weights_only=False)
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
+        return module.seen
+
+    assert run(4) == [0, 0, 2, 2]
+    assert run(1) == [0]
+    assert run(4, tmp_path / "1.ckpt") == [1, 1, 3]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cpu_fsdp import CpuFsdp
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -12,6 +13,7 @@ from small_models import loader, quiet_trainer
 from strategy_rows import STRATEGIES, ParallelNet
 from strategy_runs import WIDTH, Net, Outcomes, regression_batches
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -182,14 +184,17 @@ def test_buffers_stay_fp32_for_a_whole_run(strategy: str) -> None:
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 def test_ddp_trains_the_converted_module(precision: str) -> None:
-    """D25: DDP drops what ``convert_module`` returns, so weights are converted in place."""
+    """D25: DDP drops what ``convert_module`` returns; its buckets have the dtype of the copies."""
     dtype = torch.float16 if precision == "16-true" else torch.bfloat16
 
     class Seen(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def on_train_start(self) -> None:
             wrapped = self.trainer.strategy.model
-            self.dtypes = {p.dtype for p in wrapped.parameters()}
-            return super().training_step(batch, batch_idx)
+            wrapped.register_comm_hook(None, self.reduce)
+
+        def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            self.dtypes = {bucket.buffer().dtype}
+            return default_hooks.allreduce_hook(None, bucket)
 
     def fit(rank: int) -> Any:
         module = Seen(1, plants=False)

@@ -48,7 +48,6 @@ LONGEST_FILES = (
     "test_demo_launchers",
     "test_forecast",
     "test_low_bit_states",
-    "test_compiled_step",
     "test_exact_resume_on_ranks",
     "test_tensor_parallel_heads",
     "test_memory_estimate",

@@ -1,18 +1,21 @@
-"""What master weights are compared with: loops that keep fp32 copies by hand, and the optimizers they are tried on."""
+"""What master weights are compared with: loops that cast by hand, and the optimizers they are tried on."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from small_models import Regression
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_mp import LossScaler, MasterWeightsPrecision
-from lightning_mp.precision.masters.bf16_remainder import round_to_24_bits, split
+from lightning_mp import LossScaler, MasterWeightsPrecision, PrecisionPolicy
+from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
+from lightning_mp.precision.autocast_context import AutocastRun
+from lightning_mp.precision.masters.lent_weights import LentWeights
 
 DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 
@@ -20,7 +23,8 @@ Parameters = Iterable[nn.Parameter]
 
 SCALE = 2.0**10
 # (precision, storage)
-KINDS = [("bf16-true", "fp32"), ("bf16-true", "remainder"), ("bf16-true", "24bit"), ("16-true", "fp32")]
+KINDS = [("bf16-true", "fp32"), ("16-true", "fp32")]
+NORMS = (*NORMS_WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def master_weights(precision: str = "bf16-true", storage: str = "fp32", **arguments: Any) -> MasterWeightsPrecision:
@@ -56,50 +60,93 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
 }
 
 
-def as_kept(master: Tensor, storage: str, steps: int = 0) -> Tensor:
-    """What is kept of a master after so many steps."""
-    return round_to_24_bits(master, steps) if storage == "24bit" else master
+class LoopByHand:
+    """Casts fp32 weights to 16-bit leaves when a window begins, and has modules compute with them.
+
+    Weights of norms and of parametrizations stay fp32, and so do a LightningModule's own. Of the product it shares the
+    policy's autocast and nothing else.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+        parametrized = [m for m in module.modules() if isinstance(m, ParametrizationList)]
+        rules = [(ParametrizationList, "fp32")] if parametrized else []
+        policy = PrecisionPolicy([*rules, *PrecisionPolicy.default().rules])
+        exact = {part for m in parametrized for part in m.modules()}
+        self.autocast = AutocastRun(module, "cpu", dtype, eval_dtype=dtype, policy=policy)
+        self.module, self.dtype, self.leaves = module, dtype, dict[nn.Parameter, nn.Parameter]()
+        self.places = [
+            (m, name, p)
+            for m in module.modules()
+            if m not in exact and not isinstance(m, (*NORMS, pl.LightningModule))
+            for name, p in m._parameters.items()
+            if p is not None and p.requires_grad and p.dtype == torch.float32
+        ]
+        for p in module.parameters():
+            p.grad_dtype = None  # any
+
+    def cast(self) -> None:
+        self.leaves = {p: nn.Parameter(p.detach().to(self.dtype)) for _, _, p in self.places}
+
+    @contextmanager
+    def leaves_in_place(self) -> Iterator[None]:
+        for module, name, p in self.places:
+            _put(module, name, self.leaves[p])
+        try:
+            yield
+        finally:
+            for module, name, p in self.places:
+                _put(module, name, p)
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        with self.autocast.forward(self.dtype), self.leaves_in_place():
+            return function(*args)
+
+    def backward(self, loss: Tensor) -> None:
+        with self.autocast.backward(), self.leaves_in_place():
+            loss.backward()
+
+    def take_gradients(self, scale: float = 1.0) -> bool:
+        """Gradients go to the parameters in fp32; returns whether they are finite.
+
+        Where a weight was used outside of modules, too, both are added in 16 bit.
+        """
+        for p, leaf in self.leaves.items():
+            if leaf.grad is not None:
+                p.grad = leaf.grad if p.grad is None else leaf.grad + p.grad.to(self.dtype)
+        having = [p for p in self.module.parameters() if p.grad is not None]
+        for p in having:
+            p.grad = p.grad.float() if p.grad.dtype == self.dtype else p.grad
+            if scale != 1.0:
+                p.grad /= scale
+        return all(bool(p.grad.isfinite().all()) for p in having)
+
+    def clear(self) -> None:
+        for tensor in (*self.module.parameters(), *self.leaves.values()):
+            tensor.grad = None
+
+    def once(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A window of one micro-batch."""
+        self.cast()
+        loss = self.forward(function, *args)
+        self.backward(loss)
+        self.take_gradients()
+        return loss
 
 
-@torch.no_grad()
-def write_back(masters: Iterable[Tensor], weights: Iterable[Tensor], storage: str, steps: int) -> None:
-    """What a store does after so many steps: masters as they are kept, and 16-bit weights of them."""
-    for master, weight in zip(masters, weights, strict=True):
-        master.copy_(as_kept(master, storage, steps))
-        weight.copy_(master if storage == "fp32" else split(master)[0])
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    if isinstance(module, nn.RNNBase):
+        setattr(module, name, tensor)  # it has a list of them, too
+    else:
+        module._parameters[name] = tensor  # type: ignore[assignment]
 
 
-class MastersByHand:
-    """16-bit weights, and an optimizer over fp32 copies of what they were."""
-
-    def __init__(
-        self, module: nn.Module, dtype: torch.dtype, make_optimizer: Callable[..., Any], storage: str = "fp32"
-    ) -> None:
-        self.storage = storage
-        self.steps = 0
-        self.parameters = list(module.parameters())
-        self.masters = [nn.Parameter(p.detach().clone()) for p in self.parameters]
-        module.to(dtype)
-        self._write()
-        self.optimizer = make_optimizer(self.masters)
-
-    def step(self, scale: float = 1.0, clip: tuple[str, float] | None = None) -> bool:
-        """Steps with the parameters' gradients, or skips; returns whether it did."""
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            master.grad = parameter.grad.float() / scale
-            parameter.grad = None
-        stepped = all(torch.isfinite(m.grad).all() for m in self.masters)
-        if stepped:
-            if clip is not None:
-                clipping = nn.utils.clip_grad_norm_ if clip[0] == "norm" else nn.utils.clip_grad_value_
-                clipping(self.masters, clip[1])
-            self.optimizer.step()
-            self.steps += 1
-            self._write()
-        return stepped
-
-    def _write(self) -> None:
-        write_back(self.masters, self.parameters, self.storage, self.steps)
+def clip_by_hand(parameters: Sequence[Tensor], limit: float, *, fused: bool) -> None:
+    """By norm, with the norm of norms in double precision; a fused kernel divides by the reciprocal."""
+    having = [p.grad for p in parameters if p.grad is not None]
+    norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in having])
+    factor = (limit / (torch.linalg.vector_norm(norms, dtype=torch.float64) + 1e-6)).clamp(max=1.0)
+    for g in having:
+        g.div_(factor.reciprocal().float()) if fused else g.mul_(factor.float())
 
 
 def train_by_hand(
@@ -108,41 +155,40 @@ def train_by_hand(
     precision: str,
     clip: tuple[str, float] | None = None,
     scale: float = 1.0,
-    storage: str = "fp32",
 ) -> list[Tensor]:
-    """Returns the masters after one pass over the batches; the scale is halved at each overflow."""
-    dtype = DTYPES[precision]
-    by_hand = MastersByHand(module, dtype, module.make_optimizer, storage)
+    """Returns the weights after one pass over the batches; the scale is halved at each overflow."""
+    loop, optimizer = LoopByHand(module, DTYPES[precision]), module.make_optimizer(module.parameters())
     for index, batch in enumerate(batches):
-        loss = module.training_step([x.to(dtype) for x in batch], index)
-        (loss.float() * scale).backward()
-        if not by_hand.step(scale, clip):
-            scale = scale / 2 if precision == "16-true" else scale
-    return [m.detach() for m in by_hand.masters]
+        loop.cast()
+        loop.backward(loop.forward(module.training_step, batch, index) * scale)
+        if loop.take_gradients(scale):
+            if clip is not None:
+                clipping = nn.utils.clip_grad_norm_ if clip[0] == "norm" else nn.utils.clip_grad_value_
+                clipping(module.parameters(), clip[1])
+            optimizer.step()
+        elif precision == "16-true":
+            scale /= 2
+        loop.clear()
+    loop.autocast.detach()
+    return masters_of(optimizer)
 
 
-def masters_of(trainer: pl.Trainer) -> list[Tensor]:
-    """The masters as a checkpoint would hold them, in the order of the optimizer's parameters."""
-    state = trainer.optimizers[0].state_dict()["state"]
-    return [state[index]["master_param"].clone() for index in sorted(state)]
+def masters_of(trainer: pl.Trainer | torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of the weights of the optimizer, in its order."""
+    optimizer = trainer.optimizers[0] if isinstance(trainer, pl.Trainer) else trainer
+    return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
 
-class CountCasts(TorchDispatchMode):
-    """How often a 16-bit weight is written, and how often any copy of a weight is made elsewhere."""
+@contextmanager
+def counted_casts() -> Iterator[Counter[int]]:
+    """How often the copy of each parameter, by its id, is cast."""
+    casts: Counter[int] = Counter()
+    own = LentWeights._cast
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self.written: Counter[int] = Counter()
-        self.copied: Counter[str] = Counter()
+    def cast(self: LentWeights, loans: Any, versions: Any) -> None:
+        casts.update(id(loan.parameter) for loan in loans)
+        own(self, loans, versions)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name in ("aten::copy_", "aten::_foreach_copy_"):
-            for target in tree_leaves(args[0]):
-                self.written[target.untyped_storage().data_ptr()] += 1
-        elif name in ("aten::_to_copy", "aten::clone"):
-            for source in tree_leaves(args):
-                if isinstance(source, Tensor) and source.untyped_storage().data_ptr() in self.weights:
-                    self.copied[name] += 1
-        return func(*args, **(kwargs or {}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LentWeights, "_cast", cast)
+        yield casts

@@ -1,13 +1,14 @@
 """One cell of the memory matrix: a model, a plugin and an optimizer, estimated and measured in a real run."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gloo import FLOAT8, run_ranks
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from memory_models import MODELS, Project, measure, measure_on_rank
+from memory_models import MODELS, Project, measure, measure_on_rank, measure_peak
 
 from lightning_mp import (
     AutocastPrecision,
@@ -22,20 +23,28 @@ PLUGINS: dict[str, Callable[[], Any]] = {
     "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),
     # At a scale of 1 no step is skipped, so that optimizer states are there.
     "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1.0)),
-    "bf16-masters": lambda: MasterWeightsPrecision("bf16-true"),
-    "bf16-remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "bf16-true": lambda: MasterWeightsPrecision("bf16-true"),
+    "bf16-true+remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
     "fp8-mixed": lambda: Float8Precision(skip_small=False),
 }
 OTHERS: dict[str, Callable[[], Any]] = {
-    "bf16-24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
+    "bf16-true+24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
     "32-true": lambda: None,
     "cached casts": lambda: AutocastPrecision("bf16-mixed", cache_weights=True),
+    "fp32_gradients": lambda: MasterWeightsPrecision("bf16-true", fp32_gradients=True),
+    "compiled_step": lambda: MasterWeightsPrecision("bf16-true", compiled_step=True),
 }
-STRATEGIES: dict[str, Callable[[], Any]] = {"ddp": lambda: "ddp", "fsdp2": FSDP2Strategy}
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "ddp, views": lambda: DDPStrategy(gradient_as_bucket_view=True),
+    "fsdp2": FSDP2Strategy,
+}
 KEPT = ("weights", "buffers", "gradients", "masters", "optimizer states", "batch")
 KEPT_ON_RANKS = ("weights", "buffers", "gradients", "masters", "optimizer states")
 Cell = tuple[str, str, str]
 """Model, plugin, optimizer."""
+PeakCell = tuple[str, str, str, str, int]
+"""Model, plugin, optimizer, strategy, micro-batches per step."""
 
 
 @dataclass(frozen=True)
@@ -116,3 +125,52 @@ def compare_on_ranks(cells: Iterable[Cell], strategy: str, timeout_seconds: floa
             rows.append(max(on_ranks, key=lambda row: abs(row.error)))
         found[model, plugin, optimizer] = rows
     return found
+
+
+def estimate_peak(cell: PeakCell) -> int | str:
+    """The estimated peak on one device, or on each of two ranks; why it is refused."""
+    model, plugin, optimizer, strategy, window = cell
+    arguments: dict[str, Any] = {}
+    if strategy != "single":
+        arguments = {"strategy": strategy.partition(",")[0], "ranks": 2}
+        arguments["gradient_as_bucket_view"] = strategy == "ddp, views"
+    make = (PLUGINS | OTHERS)[plugin]
+    try:
+        return estimate_memory(
+            Project(model, optimizer),
+            MODELS[model][1](),
+            precision=make() or plugin,
+            device_type="cpu",
+            accumulate_grad_batches=window,
+            **arguments,
+        ).peak_bytes
+    except ValueError as error:
+        return str(error)
+
+
+def measure_peaks(cells: Sequence[PeakCell], timeout_seconds: float = 60) -> list[int | str]:
+    """What the allocator held at the peak of a real run of each cell, on the rank with more; why it is refused.
+
+    All cells are of one strategy.
+    """
+    [strategy] = {cell[3] for cell in cells}
+    plugins = PLUGINS | OTHERS
+
+    def measure_all(rank: int, ranks: int = 2) -> list[int | str]:
+        logging.disable(logging.WARNING)
+        found: list[int | str] = []
+        for model, plugin, optimizer, _, window in cells:
+            chosen = STRATEGIES[strategy]() if ranks > 1 else "auto"
+            try:
+                found.append(measure_peak(model, optimizer, plugins[plugin](), chosen, window=window, ranks=ranks))
+            except MisconfigurationException as error:
+                found.append(str(error))
+        return found
+
+    if strategy == "single":
+        return measure_all(0, ranks=1)
+    in_fp8 = any(plugins[plugin] is PLUGINS["fp8-mixed"] for _, plugin, *_ in cells)
+    return [
+        max(both)
+        for both in zip(*run_ranks(measure_all, 2, timeout_seconds, imports=FLOAT8 if in_fp8 else ()), strict=True)
+    ]

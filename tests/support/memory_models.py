@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from allocator_peak import MarkStep, peak_of_step
 from small_models import fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,10 +17,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.core import private_api
+from lightning_mp import JointOptimizer
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.step_memory.live_storages import LiveStorages
+from lightning_mp.precision.masters.split_parameters import SPLIT_CLASSES
 
 WIDTH, TOKENS, VOCABULARY = 64, 32, 96
 
@@ -168,15 +169,57 @@ class Recurrence(nn.Module):
         return result
 
 
+class EncoderDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.body = nn.Transformer(WIDTH, 4, 2, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.table(x)
+        result: Tensor = self.head(self.body(y, y)).flatten(0, 1)
+        return result
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner, self.middle = self._layer(3, 32), self._layer(32, WIDTH), self._layer(WIDTH, WIDTH)
+        self.up, self.merged = nn.ConvTranspose2d(WIDTH, 32, 2, stride=2), self._layer(64, 32)
+        self.out = nn.Conv2d(32, 3, 1)
+
+    @staticmethod
+    def _layer(channels: int, width: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(channels, width, 3, padding=1), nn.GroupNorm(4, width), nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        outer = self.outer(x)
+        inner = self.up(self.middle(self.inner(F.max_pool2d(outer, 2))))
+        return self.out(self.merged(torch.cat([inner, outer], 1)))
+
+
+class Frozen(nn.Module):
+    """A frozen body of convolutions under a head that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Convolutions(nn.BatchNorm2d).body.requires_grad_(False)
+        self.head = _head()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.body(x)).mean((2, 3)))
+
+
 def _floats(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
 
 
-def _rows(count: int = 64) -> Tensor:
+def _rows(count: int = 256) -> Tensor:
     return _floats(count, WIDTH)
 
 
-_IMAGES, _IDS = (8, 3, 8, 8), torch.arange(4 * TOKENS).view(4, TOKENS) % VOCABULARY
+_IMAGES, _IDS = (32, 3, 8, 8), torch.arange(4 * TOKENS).view(4, TOKENS) % VOCABULARY
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "mlp": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), _head()), _rows),
     "norms and dropout": (
@@ -196,13 +239,44 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "two inputs": (TwoInputs, lambda: {"left": _rows(), "right": _rows()}),
     "recurrent": (Recurrent, lambda: _floats(8, TOKENS, WIDTH)),
     "gru": (Recurrence, lambda: _IDS),
+    "encoder-decoder": (EncoderDecoder, lambda: _IDS),
+    "u-net": (UNet, lambda: _floats(16, 3, 16, 16)),
+    "frozen": (Frozen, lambda: _floats(*_IMAGES)),
 }
+
+
+def _muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    both = list(parameters)
+    matrices, rest = [p for p in both if p.ndim == 2], [p for p in both if p.ndim != 2]
+    if not (matrices and rest):
+        return torch.optim.Muon(matrices, lr=1e-4) if matrices else torch.optim.AdamW(rest, lr=1e-4, fused=True)
+    return JointOptimizer([torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW(rest, lr=1e-4, fused=True)])
+
+
+def _schedule_free(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from schedulefree import AdamWScheduleFree
+
+    optimizer: torch.optim.Optimizer = AdamWScheduleFree(parameters, lr=1e-4)
+    return optimizer
+
+
+def _eight_bit(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    optimizer: torch.optim.Optimizer = AdamW8bit(parameters, lr=1e-4)
+    return optimizer
+
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
     "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=True),
     "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-4, momentum=0.9),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-4),
+    "foreach AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, foreach=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-4),  # its constructor makes the states
+    "Muon": _muon,
+    "schedule-free": _schedule_free,
+    "8-bit": _eight_bit,
 }
 
 
@@ -227,13 +301,18 @@ class Project(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
 
+    def on_train_start(self) -> None:
+        for optimizer in self.trainer.optimizers:
+            if hasattr(optimizer, "train"):
+                optimizer.train()
+
 
 class Measured(pl.Callback):
-    """What is alive in the second step of a real run: by walking the tensors, and at the peak by following storages.
+    """What is alive at the end of the forward in the second step of a real run, found by walking the tensors.
 
     Attributes:
-        parts: bytes at the end of the forward.
-        peak_bytes: the most that operations and what is held came to.
+        parts: bytes by part.
+        peak_bytes: the most that torch's allocator held during the step.
         gradient_bytes: of the step before, when the second one begins.
     """
 
@@ -243,19 +322,12 @@ class Measured(pl.Callback):
         self.gradient_bytes = 0
         self._saved: dict[StorageWeakRef, int] = {}
         self._hooks: Any = None
-        self._observer: Any = None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx != 1:
             return
-        self._live = LiveStorages()
-        held = self._held(trainer, pl_module, batch)
-        self.gradient_bytes = _bytes(held["gradients"])
-        for part, tensors in held.items():
-            self._live.add(part, tensors)  # type: ignore[arg-type]
+        self.gradient_bytes = _bytes(self._held(trainer, pl_module, batch)["gradients"])
         self._batch = batch
-        self._observer = private_api.observe_dispatch(self._live.after_operation)
-        self._observer.__enter__()
         self._hooks = saved_tensors_hooks(self._save, lambda tensor: tensor)
         self._hooks.__enter__()
         pl_module.after_forward = partial(self._after_forward, trainer, pl_module)
@@ -269,12 +341,6 @@ class Measured(pl.Callback):
         alive = {key: size for key, size in self._saved.items() if not key.expired() and key not in known}
         self.parts["saved"] = sum(alive.values())
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._observer is not None:
-            self._observer.__exit__(None, None, None)
-            self._observer = None
-            self.peak_bytes = max(sample.total_bytes for sample in self._live.samples)
-
     def _save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         self._saved.setdefault(StorageWeakRef(storage), storage.nbytes())
@@ -282,14 +348,19 @@ class Measured(pl.Callback):
 
     @staticmethod
     def _held(trainer: Any, module: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
-        masters = getattr(trainer.precision_plugin, "_masters", None)
-        store = masters.store if masters is not None else None
+        lent = getattr(trainer.precision_plugin, "_lent", None)
+        copies = {id(loan.parameter): loan.copy for loan in lent.loans} if lent is not None else {}
+        compressed = getattr(trainer.precision_plugin, "_compressed", None)
+        memories = [loan.memory for loan in compressed.loans] if compressed is not None else []
+        split = {id(p) for p in module.parameters() if type(p) in SPLIT_CLASSES}
         states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
         return {
-            "weights": [p.detach() for p in module.parameters()],
+            "weights": [copies.get(id(p), p).detach() for p in module.parameters() if id(p) not in split]
+            + [memory.split.high for memory in memories],
             "buffers": list(module.buffers()),
             "gradients": [p.grad for p in module.parameters() if p.grad is not None],
-            "masters": [kept.detach() for kept in store._kept.values()] if store is not None else [],
+            "masters": [p.detach() for p in module.parameters() if id(p) in copies and id(p) not in split]
+            + [memory.split.rest for memory in memories],
             "optimizer states": list(tensors_in(states)),
             "batch": list(tensors_in(batch)),
         }
@@ -303,8 +374,33 @@ def measure(name: str, optimizer: str, plugin: Any) -> Measured:
     """A real run of two steps on the CPU."""
     measured = Measured()
     plugins = [] if plugin is None else [plugin]
-    fit(Project(name, optimizer), [MODELS[name][1]() for _ in range(2)], measured, max_steps=2, plugins=plugins)
+
+    def run() -> None:
+        batches = [MODELS[name][1]()] * 2
+        fit(Project(name, optimizer), batches, MarkStep(1), measured, max_steps=2, plugins=plugins)
+
+    measured.peak_bytes = peak_of_step(run)
     return measured
+
+
+def measure_peak(
+    name: str, optimizer: str, plugin: Any, strategy: Any = "auto", *, window: int = 1, ranks: int = 1
+) -> int:
+    """The most that the allocator of this rank held in the third optimizer step of a real run."""
+    plugins = [] if plugin is None else [plugin]
+
+    def run() -> None:
+        trainer = quiet_trainer(
+            max_steps=3,
+            devices=ranks,
+            strategy=strategy,
+            plugins=plugins,
+            callbacks=[MarkStep(2, window)],
+            accumulate_grad_batches=window,
+        )
+        trainer.fit(Project(name, optimizer), loader([MODELS[name][1]()] * 3 * window))
+
+    return peak_of_step(run)
 
 
 class MeasuredOnRank(pl.Callback):

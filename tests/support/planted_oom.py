@@ -48,7 +48,7 @@ class Limited(pl.LightningModule):
         self.notes.rows.append((batch_idx, len(x)))
         too_large = len(x) > self.limit and batch_idx >= self.first
         middle = self.net[:3](x)
-        if too_large and self.where == "forward":
+        if too_large and self.where == "forward" and torch.is_grad_enabled():
             out_of_memory()
         if too_large:
             middle.register_hook(out_of_memory)
@@ -81,14 +81,11 @@ def microbatched_loop(
     optimizer = model.configure_optimizers()
     gradients = []
     for index, ((x, y), rows) in enumerate(zip(batches, sizes, strict=True)):
-        before = [p.grad for p in model.parameters()]
-        optimizer.zero_grad()
+        if index % window == 0:
+            optimizer.zero_grad()
         for microbatch_x, microbatch_y in zip(x.split(list(rows)), y.split(list(rows)), strict=True):
             loss = nn.functional.mse_loss(model.net(microbatch_x).to(y.dtype), microbatch_y)
             (loss * (len(microbatch_x) / len(x)) / window).backward()
-        if index % window:
-            for p, gradient in zip(model.parameters(), before, strict=True):
-                p.grad = gradient + p.grad
         if index % window == window - 1 or index + 1 == len(batches):
             gradients.append([p.grad.clone() for p in model.parameters()])
             optimizer.step()

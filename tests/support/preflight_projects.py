@@ -23,7 +23,6 @@ from lightning_mp import (
     AutocastPrecision,
     ChinchillaBudget,
     Float8Precision,
-    MasterWeightsPrecision,
     MFUMonitor,
 )
 from lightning_mp.preflight_checks.report import FindingName, Severity
@@ -393,11 +392,6 @@ PROJECTS: dict[str, Project] = {
         *("refused", "error", "MFUMonitor needs automatic optimization", "Remove the callback"),
         ManualNet,
         lambda: {"callbacks": [MFUMonitor(unit="sample")]},
-    ),
-    "an fp32 table beside bf16 weights": Project(
-        *("dtypes", "error", "MasterWeightsPrecision('bf16-true')", "x + self.table.to(x.dtype)"),
-        AddsATable,
-        lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]},
     ),
     "fp32 beside autocast": Project(
         *("dtypes", "error", "AutocastPrecision('bf16-mixed')", "Cast one side where they come together"),

@@ -98,7 +98,16 @@ def test_a_counted_tensor_is_not_written_to():
 # -- many windows ------------------------------------------------------------------------------------------------------
 
 
-def test_a_window_is_read_when_the_next_one_closes():
+def test_on_a_cpu_a_window_is_read_when_it_closes():
+    counter = TokenCounter()
+    closed(counter, 10, 10, 12, micro_batches=3)
+    assert (sums(counter), counter.unread_micro_batches) == ((10, 12, 1), 0)
+    counter.skip_last_window()
+    assert (counter.skipped_tokens, counter.tokens_before_last_window) == (10, 0)
+
+
+def test_on_another_device_a_window_is_read_when_the_next_one_closes(monkeypatch):
+    monkeypatch.setattr(HostCopy, "is_there", False)
     counter = TokenCounter()
     closed(counter, 10, 10, 12, micro_batches=3)
     assert (sums(counter), counter.unread_micro_batches) == ((0, 0, 0), 3)

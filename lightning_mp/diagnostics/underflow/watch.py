@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
+from lightning_mp.core import private_api
 from lightning_mp.core.devices import sent_to
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
@@ -38,8 +39,8 @@ def leaf_modules(module: nn.Module) -> dict[str, nn.Module]:
 class ActivationWatch:
     """Forward hooks on leaf modules, and tensor hooks on their outputs.
 
-    A forward that an activation checkpoint runs again in backward is not counted twice: say so by
-    ``in_backward``. Hooks do not change values, and the graph only by the tensor hooks.
+    A forward that an activation checkpoint runs again in backward is not counted twice. Hooks do not change values, and
+    the graph only by the tensor hooks.
     """
 
     def __init__(
@@ -56,7 +57,6 @@ class ActivationWatch:
         self._factor = factor
         self._warn_once = warn_once
         self._handles: list[RemovableHandle] = []
-        self.in_backward = False
 
     def attach(self) -> Self:
         """Starts watching."""
@@ -79,7 +79,7 @@ class ActivationWatch:
             if reason := why_unreadable(tensor):
                 self._warn_once.warn(f"the output of module {name!r}", reason)
                 continue
-            if self._activations is not None and not self.in_backward:
+            if self._activations is not None and private_api.running_backward() is None:
                 self._activations.add(name, tensor)
             if self._gradients is not None and tensor.requires_grad:
                 tensor.register_hook(partial(self._on_gradient, name))

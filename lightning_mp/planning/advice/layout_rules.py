@@ -148,7 +148,7 @@ def _fit_choice(
 def _with_less(question: Question) -> str:
     """What trains the same model with fewer bytes."""
     text = ""
-    if question.goal in ("pretrain", "finetune") and question.storage in ("bf16-mixed", "bf16-masters", "fp8-mixed"):
+    if question.goal in ("pretrain", "finetune") and question.storage in ("bf16-mixed", "bf16-true", "fp8-mixed"):
         text = " MasterWeightsPrecision('bf16-true', storage='24bit') with AdamW8bit keeps 7 bytes per parameter."
     if question.goal == "finetune":
         text += " Adapters on a frozen 16-bit base keep least: goal 'adapters'."

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,8 @@ class DecoderConfig:
     biases: bool = False  #: of linear layers and norms.
     positions: int = 0  #: number of learned positions.
     dropout: bool = False  #: masks are saved.
+    #: ``model_type`` of a Hugging Face configuration: what its code saves beside what its mathematics needs.
+    family: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "vocabulary", *_MAY_BE_0):
@@ -220,6 +222,15 @@ class DecoderConfig:
         """Weights of all experts in all blocks; 0 without a mixture."""
         return (self.layers - self.dense_layers) * self.experts * self.expert_weights if self.experts else 0
 
+    @property
+    def mlp_widths(self) -> float:
+        """Inner width of all MLPs that a token meets in one block; of blocks that differ it is their mean."""
+        if not self.experts:
+            return self.ffn_width
+        dense = self.dense_layers / self.layers
+        mixture = self.active_experts * self.ffn_width + self.shared_ffn_width
+        return (1 - dense) * mixture + dense * self.dense_ffn_width
+
     def _mlp_weights(self, ffn_width: int) -> int:
         return (3 if self.gated else 2) * self.width * ffn_width
 
@@ -289,12 +300,7 @@ class DecoderConfig:
             whole += element_bytes * of_all
         else:
             of_heads = 2 * self.head_width * (self.heads + self.kv_heads)
-        mlp_widths: float = self.ffn_width
-        if self.experts:
-            dense = self.dense_layers / self.layers
-            mixture = self.active_experts * self.ffn_width + self.shared_ffn_width
-            mlp_widths = (1 - dense) * mixture + dense * self.dense_ffn_width
-        of_heads_and_mlp = of_heads + (4 if self.gated else 2) * mlp_widths
+        of_heads_and_mlp = of_heads + (4 if self.gated else 2) * self.mlp_widths
         return whole / (tensor if sequence_parallel else 1) + element_bytes * of_heads_and_mlp / tensor
 
 
@@ -311,9 +317,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "active_experts": ("num_experts_per_tok", "experts_per_token"),
 }
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "opt")
+_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "gpt_neo", "opt")
 _WITH_BIASES = (*_LEARNED_POSITIONS, "bloom", "gpt_neox", "starcoder2")
-_WITHOUT_GATES = (*_WITH_BIASES, *("codegen", "falcon", "gpt_neo", "gptj", "mpt", "nemotron", "persimmon", "phi"))
+_WITHOUT_GATES = (*_WITH_BIASES, *("codegen", "falcon", "gptj", "mpt", "nemotron", "persimmon", "phi"))
 _WITH_GATES = (
     *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4"),
     *("glm4_moe", "gpt_oss", "granite", "granitemoe", "internlm2", "llama", "llama4", "llama4_text", "ministral"),
@@ -378,6 +384,7 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "biases": kind in _WITH_BIASES,
         "positions": _count(values, "n_positions", "max_position_embeddings") if learned else 0,
         "dropout": bool(values.get("resid_pdrop", 0.1 if kind == "gpt2" else 0)),
+        "family": kind,
     }
 
 

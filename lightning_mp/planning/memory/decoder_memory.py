@@ -20,14 +20,21 @@ from lightning_mp.core.arguments import (
 )
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
+from lightning_mp.planning.memory.saved_by_family import saved_by_code, saves_scores
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.step_memory.estimate import reserved_range
 from lightning_mp.step_memory.live_storages import PARTS, Part
 
 _ADAM_STATES = 2
-_LOSS_BYTES = 8  # fp32 logits, and their gradient
+# In fp32: log-probabilities, which are saved, their gradient, and that of the logits (cross_entropy of torch 2.13).
+_LOSS_BYTES = 12
+_SQUARE_ROOT_BYTES = 4  # of a foreach Adam, which takes it of all moments at once
 _REDUCED_BYTES = 4
+_ENDS_ELEMENTS = 4  # per width, of what is saved outside of blocks: embeddings, the last norm, what the head takes
+_PASSING_ELEMENTS, _PASSING_SCORES = 3, 5
 _UNITS_AT_ONCE = 2
+# Families that keep a causal mask, one byte per pair of positions: in each block, or once.
+_MASK_IN_EACH_BLOCK, _MASK = ("gpt_neo",), ("gpt_bigcode",)
 _MOST_SEQUENCES = 2**20
 
 
@@ -55,7 +62,7 @@ class MemoryLayout:
 
 @dataclass(frozen=True, slots=True)
 class DecoderMemory:
-    """Bytes of the fullest GPU, at the end of a forward."""
+    """Bytes of the fullest GPU at the peak: between forward and backward or, with few tokens, in the step."""
 
     bytes_by_part: Mapping[Part, int]  #: as in :data:`~lightning_mp.step_memory.live_storages.PARTS`.
 
@@ -86,7 +93,12 @@ def decoder_memory(
     micro_batches: int | None = None,
     sequence_parallel: bool = False,
 ) -> DecoderMemory:
-    """Memory of the fullest GPU at its peak, the end of a forward, by part.
+    """Memory of the fullest GPU at its peak, by part.
+
+    That is where the loss is differentiated, with the gradients of earlier micro-batches, or the optimizer's step. What
+    the code of a family of Hugging Face models saves beside its formula was measured; for a family that is not known
+    it is that of Llama, or of GPT-NeoX where MLPs have no gates. The result is an upper bound: for the families that
+    transformers 5 ships it is 0 to 25% above what :func:`~lightning_mp.estimate_memory` measures with accumulation.
 
     Args:
         config: the model.
@@ -113,7 +125,7 @@ def decoder_memory(
         >>> config = DecoderConfig(layers=36, width=4096, vocabulary=51200, gated=False, tied_head=True)
         >>> for layout in (ParallelLayout(copies=64), ParallelLayout(shards=64)):
         ...     parts = decoder_memory(
-        ...         config, MemoryLayout(layout), context_tokens=1, precision="16-masters"
+        ...         config, MemoryLayout(layout), context_tokens=1, precision="16-true"
         ...     ).bytes_by_part
         ...     states = sum(parts[name] for name in ("weights", "gradients", "masters", "optimizer states"))
         ...     print(round(states / config.parameters, 2))
@@ -137,13 +149,17 @@ def decoder_memory(
     weights = _weights_of_rank(config, layout)
     parts: dict[Part, float] = {
         "weights": row.weight_bytes * weights / ranks.shards,
+        "buffers": _mask_bytes(config) / ranks.stages,
         "gradients": row.weight_bytes * weights / ranks.shards,
         "masters": row.master_bytes * weights / ranks.shards,
         "optimizer states": states * row.optimizer_state_itemsize() * weights / ranks.shards,
         **_of_weights_in_use(config, layout, row, weights),
     }
-    parts |= _of_activations(config, layout, row, tokens, micro_batches, sequence_parallel)
-    return DecoderMemory({part: ceil(parts[part]) for part in PARTS if parts.get(part)})
+    in_step = {**parts, "weight casts": 0.0, "gathered weights": 0.0}
+    in_step["temporaries"] = _SQUARE_ROOT_BYTES * weights / ranks.shards
+    parts |= _of_activations(config, layout, row, (tokens, context_tokens), micro_batches, sequence_parallel)
+    peak = max(parts, in_step, key=lambda moment: sum(moment.values()))
+    return DecoderMemory({part: ceil(peak[part]) for part in PARTS if peak.get(part)})
 
 
 def largest_micro_batch(
@@ -183,6 +199,11 @@ def check_memory_bytes(memory_bytes: float) -> None:
         raise ValueError(f"`memory_bytes` of {size} is less than a megabyte. Give {size}e9 for {size} GB.")
 
 
+def _mask_bytes(config: DecoderConfig) -> float:
+    masks = config.layers * (config.family in _MASK_IN_EACH_BLOCK) + (config.family in _MASK)
+    return float(masks * config.positions**2)
+
+
 def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> float:
     """Of the fullest stage, the first or the last, before sharding."""
     size, ranks = config.size, layout.layout
@@ -215,23 +236,37 @@ def _of_activations(
     config: DecoderConfig,
     layout: MemoryLayout,
     row: PrecisionSpec,
-    tokens: int,
+    tokens_and_context: tuple[int, float],
     micro_batches: int | None,
     sequence_parallel: bool,
 ) -> dict[Part, float]:
+    tokens, context_tokens = tokens_and_context
     ranks = layout.layout
-    residual = row.weight_bytes if row.autocast or row.weight_bytes == 4 else row.activation_bytes
-    block = tokens * config.saved_bytes_per_token(
+    # Norms take and save fp32, under autocast and with masters.
+    residual = 4 if row.autocast or row.master_bytes or row.weight_bytes == 4 else row.activation_bytes
+    by_formula = config.saved_bytes_per_token(
         row.activation_bytes, residual, tensor=ranks.tensor, sequence_parallel=sequence_parallel
     )
+    of_norms, of_rest = saved_by_code(config, row.activation_bytes, context_tokens)
+    beside = of_norms / (ranks.tensor if sequence_parallel else 1) + of_rest / ranks.tensor
+    block = tokens * (by_formula + beside)
     divisor = ranks.tensor if sequence_parallel else 1
     kept = tokens * residual * config.width / divisor if layout.checkpointed else block
     at_once = min(ranks.stages, micro_batches or ranks.stages)
     again = block if layout.checkpointed else 0.0
-    logits = tokens * config.vocabulary * (_LOSS_BYTES + row.activation_bytes) / ranks.tensor
+    low = row.activation_bytes if row.activation_bytes < 4 else 0
+    logits = tokens * config.vocabulary * (_LOSS_BYTES + low) / ranks.tensor
+    ends = tokens * config.width * _ENDS_ELEMENTS * residual
+    # Gradients on their way through a block: of its MLP, or of the scores of attention that is not fused.
+    passing = tokens * max(
+        _PASSING_ELEMENTS * row.activation_bytes * config.mlp_widths,
+        _PASSING_SCORES * 4 * config.heads * context_tokens if saves_scores(config) else 0,
+    )
+    # The new gradient of the experts of one block, which are one parameter, beside that of earlier micro-batches.
+    passing += row.weight_bytes * 2 * config.experts * config.ffn_width * config.width / ranks.shards
     return {
-        "activations": config.layers / ranks.stages * at_once * kept,
+        "activations": config.layers / ranks.stages * at_once * kept + ends,
         "batch": 2 * 8 * tokens,
         # The logits are gone before the first block runs again.
-        "temporaries": max(again, logits if ranks.stages == 1 else 0.0),
+        "temporaries": max(again + passing / ranks.tensor, logits if ranks.stages == 1 else 0.0),
     }

@@ -106,10 +106,8 @@ def _exchange_base(linear: nn.Linear, old: type[nn.Linear], new: type[nn.Linear]
 
 @cache
 def _float8_linear_class() -> type[nn.Linear]:
-    """torchao's layer (0.18) for every device and mode."""
-    from torchao.float8 import convert_to_float8_training
-
-    torchao_linear: Any = type(convert_to_float8_training(nn.Linear(1, 1, device="meta")))
+    """torchao's layer (0.18) for every device and mode; copies and pickles of it are ordinary layers."""
+    torchao_linear: Any = type(_template())
 
     class Float8Linear(torchao_linear):  # type: ignore[misc]  # torchao has no types
         def forward(self, input: Tensor) -> Tensor:
@@ -129,11 +127,14 @@ def _float8_linear_class() -> type[nn.Linear]:
             return output
 
         def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-            return _new_float8_linear, (), self.__getstate__()  # pickle finds no class that a function has made
+            # A copy has no part in the run, and nothing would undo its conversion.
+            added = vars(_template()).keys() - vars(nn.Linear(1, 1, device="meta")).keys()
+            return nn.Linear.__new__, (nn.Linear,), {k: v for k, v in vars(self).items() if k not in added}
 
     return Float8Linear
 
 
-def _new_float8_linear() -> nn.Linear:
-    linear = _float8_linear_class()
-    return linear.__new__(linear)
+def _template() -> Any:
+    from torchao.float8 import convert_to_float8_training
+
+    return convert_to_float8_training(nn.Linear(1, 1, device="meta"))

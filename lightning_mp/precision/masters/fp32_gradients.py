@@ -4,7 +4,7 @@ The true gradient of an fp16 run with a loss scale of 2^16 often does not fit in
 become zero. So whatever changes gradients (unscaling, normalising, clipping, a user's hook) is given fp32 copies.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,65 +28,75 @@ def as_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
     narrow = [g for g in gradients if g.dtype in HALF_DTYPES and not g.is_sparse]
     copies = [torch.empty_like(g, dtype=torch.float32) for g in narrow]
     if narrow:
-        private_api.foreach_copy_([local_shard(c) for c in copies], [local_shard(g) for g in narrow])
+        private_api.foreach_copy_(_locals(copies), _locals(narrow))
     ready = iter(copies)
     return [g if g.dtype not in HALF_DTYPES else g.float() if g.is_sparse else next(ready) for g in gradients]
+
+
+def _locals(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`local_shard` of each; plain ones cost no call."""
+    return [t if type(t) is Tensor else local_shard(t) for t in tensors]
 
 
 class Fp32Gradients:
     """Puts fp32 copies in the place of 16-bit gradients (``parameter.grad``), and takes them away again."""
 
     def __init__(self) -> None:
-        # parameter -> its own gradient, the copy in its place
-        self._shown: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        # parameter, its own gradient, the copy in its place; no dictionary, because the hash of a tensor is a call
+        self._shown: list[tuple[Tensor, Tensor, Tensor]] = []
         #: By what 16-bit gradients are still to be multiplied when a step makes fp32 ones of them.
         self.factor: Tensor | None = None
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether fp32 copies are in place."""
+        return bool(self._shown)
 
     def for_step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """What an optimizer gets: fp32 copies of 16-bit gradients, multiplied; others as they are."""
         ready = as_float32(gradients)
         if self.factor is not None:
             copies = [copy for copy, own in zip(ready, gradients, strict=True) if copy is not own]
-            gradient_ops.multiply_([local_shard(copy) for copy in copies], self.factor)
+            gradient_ops.multiply_(_locals(copies), self.factor)
         return ready
 
-    def show(self, parameters: Sequence[Tensor]) -> None:
+    def show(self, parameters: Iterable[Tensor]) -> None:
         """Replaces the gradients that are 16 bit."""
         narrow = [p for p in parameters if p.grad is not None and p.grad.dtype in HALF_DTYPES]
         own = [p.grad for p in narrow if p.grad is not None]
-        for parameter, gradient, copy in zip(narrow, own, as_float32(own), strict=True):
+        for parameter, gradient, copy in zip(narrow, own, self.for_step(own), strict=True):
             parameter.grad = None
             parameter.grad_dtype = copy.dtype
             parameter.grad = copy
-            self._shown[parameter] = (gradient, copy)
+            self._shown.append((parameter, gradient, copy))
 
-    def put_back(self, parameters: Iterable[Tensor]) -> None:
-        """Gives parameters their own 16-bit gradients again, as they were before :meth:`show`: after a step."""
-        self.factor = None
-        for parameter in parameters:
-            if parameter in self._shown:
-                own, copy = self._shown.pop(parameter)
-                self._replace(parameter, own.dtype, own if parameter.grad is copy else parameter.grad)
+    def put_back(self, parameters: Iterable[Tensor] | None = None, *, written: bool = False) -> None:
+        """Gives these parameters, or all, their 16-bit gradients again, as they were before :meth:`show`.
 
-    def flush_pending(self) -> None:
-        """Casts what gradients are now to 16 bit: before another backward adds to them, and DDP looks for its own."""
-        shown, self._shown = self._shown, {}
-        for parameter, (own, _) in shown.items():
-            self._replace(parameter, own.dtype, parameter.grad)
-
-    @staticmethod
-    def _replace(parameter: Tensor, dtype: torch.dtype, gradient: Tensor | None) -> None:
-        parameter.grad = None
-        parameter.grad_dtype = dtype
-        parameter.grad = None if gradient is None else gradient.to(dtype)
+        With ``written``, what hooks have made of the copies is cast to 16 bit: another backward adds to it.
+        """
+        shown, self._shown = self._shown, []
+        if parameters is not None:
+            asked = {id(parameter) for parameter in parameters}
+            self._shown = [entry for entry in shown if id(entry[0]) not in asked]
+            shown = [entry for entry in shown if id(entry[0]) in asked]
+        for parameter, own, copy in shown:
+            now, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = own.dtype
+            parameter.grad = own if now is copy and not written else None if now is None else now.to(own.dtype)
 
 
 class Fp32GradientEpilogue(GradientEpilogue):
-    """The epilogue over 16-bit gradients: it reads them as they are, and changes fp32 copies."""
+    """The epilogue over 16-bit gradients: it reads them as they are, and changes fp32 copies.
 
-    def __init__(self, fp32_copies: Fp32Gradients, *args: Any, **kwargs: Any) -> None:
+    ``is_evaluated`` says whether the optimizer evaluates the loss in the middle of the step that is being made. It
+    reads fp32 gradients there, too.
+    """
+
+    def __init__(self, fp32_copies: Fp32Gradients, is_evaluated: Callable[[], bool], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._fp32_copies = fp32_copies
+        self._is_evaluated = is_evaluated
 
     def make_true(self) -> None:
         """Shows true gradients, always in fp32."""
@@ -106,8 +116,11 @@ class Fp32GradientEpilogue(GradientEpilogue):
     def apply(self) -> None:
         """Multiplies what was planned into the gradients; into fp32 copies of 16-bit ones when the step makes them."""
         self._fp32_copies.factor = None
+        if self._is_evaluated():
+            self._fp32_copies.show(self.parameters)
+            return super().apply()
         if self._value_limit is None and self.multiplier is not None:
             wide = [p for p in self.parameters if p.grad is not None and p.grad.dtype not in HALF_DTYPES]
             gradient_ops.multiply_(gradient_ops.local_shards(wide), self.multiplier)
             self._fp32_copies.factor, self.multiplier = self.multiplier, None
-        super().apply()
+        return super().apply()

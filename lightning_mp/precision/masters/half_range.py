@@ -1,8 +1,8 @@
 """Weights at the end of fp16's range: refused at set-up, clamped in training, and named.
 
-A step that makes a weight too large for fp16 is made, and the weight stays at ±65,504, its fp32 master with it. The
-step is not skipped: it is known only after the optimizer has changed masters and moments, so that undoing it would
-need a second copy of all of them; and no smaller loss scale would change the outcome of the next one.
+A step that makes a weight too large for fp16 is made, and the weight stays at ±65,504. The step is not skipped: it is
+known only after the optimizer has changed weights and moments, so that undoing it would need a second copy of all of
+them; and no smaller loss scale would change the outcome of the next one.
 """
 
 import warnings
@@ -13,13 +13,12 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from lightning_mp.core import private_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.messages import listed
+from lightning_mp.core.precisions import HALF_MAX
 from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.precision.masters.store import HALF_MAX
 
 _REMEDIES = "Use 'bf16-true', AutocastPrecision('16-mixed') or a policy that keeps the module in fp32"
 
@@ -63,19 +62,14 @@ class HalfRange:
         self._pending: tuple[HostCopy, list[Tensor]] | None = None
         self._reported: set[Tensor] = set()
 
-    def observe(self, weights: Sequence[Tensor]) -> None:
-        """Takes the weights after a step; reports those of the step before."""
+    def clamp_(self, weights: Sequence[Tensor]) -> None:
+        """After a step, holds fp32 weights of which there are fp16 copies within its range; reports the step before."""
         self.warn()
+        with torch.no_grad():
+            private_api.foreach_clamp_([local_shard(w.detach()) for w in weights], HALF_MAX)
         present = [w for w in weights if local_shard(w.detach()).numel()]
         if present:
             self._pending = HostCopy(_largest(present)), present
-
-    def clamp_(self, optimizer: Optimizer, *_: object) -> None:
-        """After a step over fp32 weights that are gathered in fp16: clamps them to its range."""
-        weights = [p for group in optimizer.param_groups for p in group["params"] if p.dtype == torch.float32]
-        with torch.no_grad():
-            private_api.foreach_clamp_([local_shard(w.detach()) for w in weights], HALF_MAX)
-        self.observe(weights)
 
     def warn(self) -> None:
         """Warns of each weight once."""
@@ -90,6 +84,6 @@ class HalfRange:
         if here:
             (rank_zero_warn if self._copied else warnings.warn)(
                 f"MasterWeightsPrecision('16-true'): elements of {listed(here)} have reached"
-                " ±65,504, the end of fp16's range, and are clamped there, as are their fp32 masters. Is the learning"
+                " ±65,504, the end of fp16's range, and are clamped there. Is the learning"
                 f" rate too high, or weight decay missing? {_REMEDIES}."
             )

@@ -1,12 +1,12 @@
 """A loss whose gradients are known already: backward assigns them instead of computing them.
 
-All of a micro-batch's forwards and backwards can so be over before Lightning's own backward begins, which is then too
-small to run out of memory. Yet it passes through everything that a backward passes through: the division by the window,
-the loss scale, hooks, ``p.grad``, DDP's reduction.
+All of a batch's forwards and backwards can so be over before Lightning's own backward begins. Yet it passes through
+everything that a backward passes through: the division by the window, the loss scale, hooks, ``p.grad``, DDP's
+reduction.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -15,16 +15,12 @@ from torch.autograd.function import once_differentiable
 
 from lightning_mp.gradients import gradient_ops
 
-if TYPE_CHECKING:
-    from lightning_mp.tokens.loss_items import Items, Unknown
-
 
 def loss_with_gradients(
     loss: Tensor,
     parameters: Sequence[nn.Parameter],
     computed: list[Tensor],
     factor: Tensor,
-    items: "Items | Unknown | None" = None,
 ) -> Tensor:
     r"""The value of ``loss``, with given gradients.
 
@@ -33,7 +29,7 @@ def loss_with_gradients(
     backward passes down, the multiplication is by exactly 1.
 
     >>> import torch
-    >>> from lightning_mp.accumulation.ready_gradients import loss_with_gradients
+    >>> from lightning_mp.pipelining.ready_gradients import loss_with_gradients
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> loss = loss_with_gradients(torch.tensor(5.0), [weight], [torch.tensor([4.0, 8.0])], torch.tensor(4.0))
     >>> (loss / 2).backward()
@@ -42,9 +38,7 @@ def loss_with_gradients(
     """
     if not computed:
         return loss.detach().clone().requires_grad_()
-    result: Tensor = _ReadyGradients.apply(  # type: ignore[no-untyped-call]
-        loss.detach(), factor, computed, items, *parameters
-    )
+    result: Tensor = _ReadyGradients.apply(loss.detach(), factor, computed, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -58,15 +52,8 @@ def factor_of_backward(trainer: "pl.Trainer", loss: Tensor) -> Tensor:
 
 class _ReadyGradients(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        factor: Tensor,
-        computed: list[Tensor],
-        items: "Items | Unknown | None",
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.factor, ctx.items = factor, items
+    def forward(ctx: Any, loss: Tensor, factor: Tensor, computed: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.factor = factor
         ctx.computed = [computed.pop(0) for _ in parameters]
         return loss.clone()
 
@@ -77,4 +64,4 @@ class _ReadyGradients(torch.autograd.Function):
         ready = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in computed]
         shards = [gradient_ops.local_shard(gradient) for gradient in ready]
         gradient_ops.multiply_(shards, (upstream / ctx.factor).reshape(()))  # a loss may have shape [1]
-        return None, None, None, None, *ready
+        return None, None, None, *ready

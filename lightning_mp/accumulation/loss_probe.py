@@ -1,0 +1,130 @@
+"""A part of a batch and its halves, run forward to compare their losses; nothing of it stays."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_mp.accumulation.batch_split import Microbatch
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.accumulation.loss_form import LossForm, PartLoss, likelier_form, loss_form, not_additive
+from lightning_mp.accumulation.out_of_memory import is_out_of_memory
+from lightning_mp.accumulation.split_state import Comparison, SplitState
+from lightning_mp.core.messages import lightning_logger
+from lightning_mp.core.private_loop_api import BatchClosure
+from lightning_mp.core.random_state import RandomState
+from lightning_mp.modules.state import logging_muted
+from lightning_mp.tokens.batch_tokens import declared_divisor
+
+_TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 3e-2  # relative; autocast rounds each loss by itself
+
+
+class _NoNumbersError(Exception):
+    """Losses cannot be compared; the text says why."""
+
+    def __init__(self, text: str, *, are_means: bool = False) -> None:
+        super().__init__(text)
+        self.are_means = are_means  # as far as their graphs show it
+
+
+class LossProbe:
+    """Finds out how the loss of a batch is made of its parts' losses. The caller restores module and random numbers."""
+
+    def __init__(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", controller: AccumulationController
+    ) -> None:
+        self._trainer, self._module, self._controller = trainer, pl_module, controller
+
+    def form_of(self, batch: Any, state: SplitState, closure: BatchClosure) -> LossForm | None:
+        """Compares the losses of the first parts and of their halves, one by one; None if none of them shows it.
+
+        In eval mode, as dropout and BatchNorm change the loss of each part; where the step does not run in it, in
+        training mode. If the step draws random numbers, a message says what is assumed.
+
+        Raises:
+            MisconfigurationException: if the losses do not add up, or there are none to compare.
+        """
+        reason = _NoNumbersError("")
+        for training in (False, True):
+            try:
+                with self._mode(training=training), logging_muted(self._module):
+                    return self._compare(batch, state, closure)
+            except _NoNumbersError as error:
+                reason = error
+        if reason.are_means:
+            _say_what_is_assumed(f"the training step, run once more, {reason}", "mean")
+            return "mean"
+        raise MisconfigurationException(
+            "MicroBatchOnOOM cannot compare the loss of some samples with those of their halves, to see whether a batch"
+            f" can be split: the training step, run once more, {reason}. Use a smaller batch."
+        ) from reason
+
+    def _compare(self, batch: Any, state: SplitState, closure: BatchClosure) -> LossForm | None:
+        is_16_bit = "16" in str(self._trainer.precision)
+        before = RandomState.capture(self._module.device)
+        form: LossForm | None = None
+        for comparison in state.comparisons(batch):
+            whole, halves = self._losses(comparison, closure)
+            if not before.is_current():
+                form = likelier_form(whole, halves)
+                _say_what_is_assumed("the training step draws random numbers", form)
+                return form
+            tolerance = _TOLERANCE_16_BIT if is_16_bit else _TOLERANCE
+            found = loss_form(whole, halves, tolerance)
+            if found == "neither" and declared_divisor(batch) is not None:
+                total = sum(half.loss for half in halves)
+                if abs(total - whole) <= tolerance * abs(whole):
+                    found = None  # a sum over that number, and a half without targets
+            # All of them: a half without labels lets a mean plus a sum look like a sum.
+            if found == "neither" or (found is not None and form not in (None, found)):
+                raise not_additive(comparison.whole.samples, whole, halves)
+            form = found or form
+        return form
+
+    def _losses(self, comparison: Comparison, closure: BatchClosure) -> tuple[float, list[PartLoss]]:
+        whole, halves, fits = comparison
+        found: list[PartLoss] = []
+        try:
+            found = [self._loss(half, closure) for half in halves]
+            with torch.set_grad_enabled(fits):
+                return self._loss(whole, closure).loss, found
+        except _NoNumbersError:
+            raise
+        except Exception as error:
+            if is_out_of_memory(error) and (fits or not found):
+                raise
+            are_means = bool(found) and all(half.is_mean for half in found)
+            raise _NoNumbersError(f"raised {type(error).__name__}: {error}", are_means=are_means) from error
+
+    def _loss(self, part: Microbatch, closure: BatchClosure) -> PartLoss:
+        arguments = {**closure.arguments, "batch": part.batch}
+        with self._trainer.precision_plugin.train_step_context():
+            output = self._module.training_step(*arguments.values())
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise _NoNumbersError("returned no loss")
+        counted = self._controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
+        items, is_mean = (part.samples, False) if counted is None else counted
+        return PartLoss(items, float(loss.detach()), is_mean)
+
+    @contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        modes = {module: module.training for module in self._module.modules()}
+        if not training:
+            self._module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def _say_what_is_assumed(reason: str, form: LossForm) -> None:
+    lightning_logger().warning(
+        f"MicroBatchOnOOM cannot tell exactly how losses of parts add up, because {reason}: the loss of a batch is"
+        f" taken for their {form}. It must not compare samples with each other."
+    )

@@ -1,0 +1,289 @@
+"""Losses whose batches do not fit: the whole's gradient, or a refusal with numbers, or equal weights and a line."""
+
+import logging
+import warnings
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from planted_oom import out_of_memory
+from small_models import fit
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_mp import AccumulationScheduler, AutocastPrecision, MicroBatchOnOOM
+from lightning_mp.accumulation import loss_probe
+
+Loss = Callable[[Tensor, Any], Tensor]
+CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 8.0], dtype=torch.float64)
+FITS = 10**9
+
+
+@pytest.fixture(autouse=True)
+def exact_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is computed in float64, also under the plugin."""
+    monkeypatch.setattr(loss_probe, "_TOLERANCE_16_BIT", 1e-3)
+
+
+class Model(pl.LightningModule):
+    """A net in float64 that runs out of memory with more than ``limit`` rows; keeps the gradients of its steps."""
+
+    def __init__(self, loss: Loss, limit: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        self.loss, self.limit = loss, limit
+        self.gradients: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(batch["x"]) > self.limit and torch.is_grad_enabled():
+            out_of_memory()
+        with torch.autocast("cpu", enabled=False):
+            loss = self.loss(self.net(batch["x"]), batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["x"]))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(rows: tuple[int, ...] = (8, 8, 7, 8), seed: int = 3) -> list[dict[str, Any]]:
+    """Classes of which some are -100; real targets; how many labels the window has, as a Hugging Face batch says it."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for index, number in enumerate(rows):
+        labels = torch.randint(0, 4, (number,), generator=generator)
+        labels[torch.rand(number, generator=generator) < 0.15 * (index + 1)] = -100
+        labels[0] = 1
+        x = torch.randn(number, 5, generator=generator, dtype=torch.float64)
+        y = torch.randn(number, 4, generator=generator, dtype=torch.float64)
+        made.append({"x": x, "labels": labels, "y": y, "num_items_in_batch": 11})
+    return made
+
+
+def masked(out: Tensor, batch: Any) -> Tensor:
+    return (out.square().mean(1) * (batch["labels"] >= 0)).sum()
+
+
+def number(batch: Any) -> Tensor:
+    return (batch["labels"] >= 0).sum()
+
+
+def mined(out: Tensor) -> Tensor:
+    violations = F.relu(out[:, 0] + 1.0)
+    return violations[violations > 0]
+
+
+#: Means and sums over samples, tokens, elements or class weights: exact.
+EXACT: dict[str, Loss] = {
+    "cross-entropy over labels that are not -100": lambda out, b: F.cross_entropy(out, b["labels"]),
+    "weighted by class": lambda out, b: F.cross_entropy(out, b["labels"], CLASS_WEIGHTS),
+    "masked sum over its number": lambda out, b: masked(out, b) / number(b),
+    "masked sum over a clamped number": lambda out, b: masked(out, b) / number(b).clamp(min=1),
+    "mean over hard examples": lambda out, b: mined(out).mean(),
+    "mean of squares": lambda out, b: F.mse_loss(out, b["y"]),
+    "mean and a term of weights": lambda out, b: F.mse_loss(out, b["y"]),
+    "two means over one number": lambda out, b: F.mse_loss(out, b["y"]) + 0.1 * F.smooth_l1_loss(out, b["y"]),
+    "sum": lambda out, b: 0.1 * F.mse_loss(out, b["y"], reduction="sum"),
+    "sum over a constant": lambda out, b: F.mse_loss(out, b["y"], reduction="sum") / 16,
+    "mean times the number of rows": lambda out, b: 0.1 * len(out) * F.mse_loss(out, b["y"]),
+    "sum over num_items_in_batch": lambda out, b: (
+        F.cross_entropy(out, b["labels"], reduction="sum") / b["num_items_in_batch"]
+    ),
+}
+
+#: Losses that compare samples with each other.
+JOINED: dict[str, Loss] = {
+    "in-batch negatives": lambda out, b: F.cross_entropy(out @ out.T, torch.arange(len(out))),
+    "variance over the batch": lambda out, b: out.var(0, correction=0).mean(),
+    "dice over the batch": lambda out, b: (
+        1 - 2 * (out.sigmoid() * (b["y"] > 0)).sum() / (out.sigmoid() + (b["y"] > 0)).sum()
+    ),
+    "exponential of a mean": lambda out, b: F.mse_loss(out, b["y"]).exp(),
+}
+
+
+def set_up(kind: str, window: int) -> dict[str, Any]:
+    """Who sets the number of micro-batches."""
+    callbacks: dict[str, list[Callback]] = {
+        "scheduler": [AccumulationScheduler({0: window})],
+        "stock scheduler": [GradientAccumulationScheduler({0: window})],
+    }
+    arguments = {} if kind in callbacks else {"accumulate_grad_batches": window}
+    plugins = [] if kind == "stock" else [AutocastPrecision("bf16-mixed")]
+    return {"callbacks": callbacks.get(kind, []), "plugins": plugins, **arguments}
+
+
+def trained(loss: Loss, data: list[Any], limit: int, kind: str = "stock", window: int = 1) -> tuple[Model, Any]:
+    model = Model(loss, limit)
+    arguments = set_up(kind, window)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Gradient accumulation: micro-batches have equal weights")
+        trainer = fit(model, data, MicroBatchOnOOM(), *arguments.pop("callbacks"), **arguments)
+    return model, trainer
+
+
+def farthest(model: Model, other: Model) -> float:
+    """The largest difference of two gradients, relative to the largest number in one."""
+    assert len(model.gradients) == len(other.gradients) > 0
+    return max(
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(model.gradients, other.gradients, strict=True)
+    )
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("kind", ["stock", "plugin", "scheduler", "stock scheduler"])
+@pytest.mark.parametrize("limit", [4, 1])
+def test_means_and_sums_have_the_gradient_and_the_logs_of_the_whole(limit: int, kind: str, window: int) -> None:
+    data = batches()[: 3 if window == 3 else 4]  # stock's weights are not exact in a shorter window
+    for name, loss in EXACT.items():
+        whole, whole_trainer = trained(loss, data, FITS, kind, window)
+        split, split_trainer = trained(loss, data, limit, kind, window)
+        assert farthest(split, whole) < 1e-9, name
+        for key, value in whole_trainer.callback_metrics.items():
+            assert float(split_trainer.callback_metrics[key]) == pytest.approx(float(value), rel=1e-5), (name, key)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_losses_that_do_not_add_up_are_refused_with_numbers_before_a_step(window: int) -> None:
+    for name, loss in JOINED.items():
+        model = Model(loss, 4)
+        with pytest.raises(MisconfigurationException, match=r"the loss of 4 samples is .* neither their mean nor") as e:
+            fit(model, batches(), MicroBatchOnOOM(), accumulate_grad_batches=window)
+        assert "(over " in str(e.value), name
+        assert not model.gradients, name
+
+
+def test_a_loss_that_does_not_add_up_trains_where_it_fits() -> None:
+    model, _ = trained(JOINED["in-batch negatives"], batches(), FITS)
+    assert len(model.gradients) == 4
+
+
+# -- what cannot be compared -------------------------------------------------------------------------------------------
+
+
+class Draws(Model):
+    """Noise in each step, as diffusion models and in-step augmentations have it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch | {"x": batch["x"] + 0.01 * torch.randn_like(batch["x"])}, batch_idx)
+
+
+class NoEval(Model):
+    """Returns no loss in eval mode, as torchvision's detection models."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.training else [loss]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("loss", "form"), [("mean of squares", "mean"), ("sum", "sum")])
+def test_a_step_that_draws_random_numbers_is_taken_for_the_likelier_form(loss: str, form: str, caplog: Any) -> None:
+    callback = MicroBatchOnOOM()
+    fit(Draws(EXACT[loss], 4), batches(), callback)
+    assert callback.state_dict() == {"size": 4, "form": form}
+    assert f"draws random numbers: the loss of a batch is taken for their {form}" in caplog.text
+
+
+def test_a_step_without_a_loss_in_eval_mode_is_compared_in_training_mode(caplog: Any) -> None:
+    callback = MicroBatchOnOOM()
+    model = NoEval(EXACT["sum"], 4)
+    fit(model, batches(), callback)
+    assert callback.state_dict()["form"] == "sum"
+    assert "draws random numbers" not in caplog.text
+    assert model.training
+
+
+def test_parts_of_one_sample_are_compared_without_a_graph() -> None:
+    """Two samples do not fit with their graph."""
+    callback = MicroBatchOnOOM()
+    fit(Model(EXACT["sum"], 1), batches(), callback)
+    assert callback.state_dict() == {"size": 1, "form": "sum"}
+    with pytest.raises(MisconfigurationException, match="the loss of 2 samples is"):
+        fit(Model(JOINED["in-batch negatives"], 1), batches(), MicroBatchOnOOM())
+
+
+def test_a_loss_that_cannot_be_compared_is_refused_with_the_reason_unless_it_shows_a_mean(caplog: Any) -> None:
+    class Tight(Model):
+        """Two samples do not fit even without a graph."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if len(batch["x"]) > 1:
+                out_of_memory()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match="run once more, raised OutOfMemoryError: CUDA out of memory"):
+        fit(Tight(EXACT["sum"], FITS), batches(), MicroBatchOnOOM())
+    fit(Tight(EXACT["mean of squares"], FITS), batches(), MicroBatchOnOOM())
+    assert "raised OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (planted): the loss" in caplog.text
+
+
+def test_a_size_that_is_set_by_hand_is_checked_too() -> None:
+    callback = MicroBatchOnOOM()
+    callback.size = 4
+    with pytest.raises(MisconfigurationException, match="neither their mean nor their sum"):
+        fit(Model(JOINED["in-batch negatives"], FITS), batches(), callback)
+
+
+# -- a grammar ---------------------------------------------------------------------------------------------------------
+
+
+def drawn_loss(random: Random) -> Loss:
+    """One to three terms with factors, maybe divided or clamped."""
+    terms = [*EXACT.values()] + [*JOINED.values()] * (random.random() < 0.3)
+    chosen = [(random.choice(terms), random.choice([0.1, 1.0, 1.0, 3.0])) for _ in range(random.choice([1, 1, 2, 3]))]
+    outer: Callable[[Tensor], Tensor] = random.choice([lambda v: v, lambda v: v, lambda v: v / 4, lambda v: v.exp()])
+
+    def loss(out: Tensor, batch: Any) -> Tensor:
+        return outer(torch.stack([factor * term(out, batch) for term, factor in chosen]).sum())
+
+    names = {id(term): name for name, term in (EXACT | JOINED).items()}
+    note(" + ".join(f"{factor} * {names[id(term)]}" for term, factor in chosen) + f", {outer(torch.tensor(2.0))} of 2")
+    return loss
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.randoms(use_true_random=False))
+def test_a_split_batch_is_exact_or_refused_or_said(caplog: pytest.LogCaptureFixture, random: Random) -> None:
+    check_drawn(random, caplog.records)
+
+
+@pytest.mark.full
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.randoms(use_true_random=False))
+def test_many_split_batches_are_exact_or_refused_or_said(caplog: pytest.LogCaptureFixture, random: Random) -> None:
+    check_drawn(random, caplog.records)
+
+
+def check_drawn(random: Random, lines: list[logging.LogRecord]) -> None:
+    loss = drawn_loss(random)
+    kind, window = random.choice(["stock", "plugin", "scheduler", "stock scheduler"]), random.choice([1, 1, 2, 4])
+    data = batches(tuple(random.randint(5, 9) for _ in range(4)), random.randint(0, 10**6))
+    whole, _ = trained(loss, data, FITS, kind, window)
+    note(f"{kind}, window {window}, rows {[len(batch['x']) for batch in data]}")
+    split, refusal = Model(loss, random.choice([4, 3, 2, 1])), ""
+    lines.clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        arguments = set_up(kind, window)
+        try:
+            fit(split, data, MicroBatchOnOOM(), *arguments.pop("callbacks"), **arguments)
+        except MisconfigurationException as error:
+            refusal = str(error)
+    if refusal:
+        assert "neither their mean nor their sum" in refusal
+        assert not split.gradients
+        return
+    said = [str(one.message) for one in caught] + [record.getMessage() for record in lines]
+    assert any("equal weights" in line for line in said) or farthest(split, whole) < 1e-9
