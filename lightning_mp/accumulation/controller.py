@@ -57,6 +57,7 @@ class _Fit:
     is_in_backward: bool = False
     takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which nobody sees before
     has_no_loss: bool = False  # of the current micro-batch, on this rank; others may have one
+    step_has_window: bool = False  # the last step had a window; a step without any loss has none
 
 
 class AccumulationController(Callback):
@@ -464,7 +465,7 @@ class AccumulationController(Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Records the tokens of a skipped step, which only plugins of this package and OverflowMonitor report."""
-        if not outcome.stepped:
+        if not outcome.stepped and self._fit.step_has_window:
             self.counter.skip_last_window()
 
     def on_train_batch_end(
@@ -506,6 +507,7 @@ class AccumulationController(Callback):
         """Books a window, if there is one, before an optimizer steps or skips its step."""
         factor = None
         local, micro_batch = self.state.window.totals, self.state.micro_batch
+        self._fit.step_has_window = totals is not None
         if totals is not None:
             assert local is not None
             num_ranks, weighing = world_size(), self._fit.weighing
@@ -553,9 +555,8 @@ class AccumulationController(Callback):
             return True
         if self._fit.boundary is not None:
             self._fit.boundary.flush_outcome()
-        before = self.counter.skipped_tokens
         self.counter.flush_pending()
-        return self.counter.skipped_tokens == before
+        return not self.counter.last_window_was_skipped
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ def choose_chips(
 
         >>> config = DecoderConfig(layers=32, width=4096, heads=32, ffn_width=11008, vocabulary=32000)
         >>> [row.memory_bytes // 10**9 for row in choose_chips(config) if row.best is not None][:2]
-        [180, 186]
+        [256, 270]
     """
     chips_by_memory: dict[int, list[str]] = {}
     for chip in sorted(known_chips(), key=lambda chip: chip.memory_bytes):
@@ -190,7 +190,7 @@ def enough_gpus(
 
     >>> config = DecoderConfig(layers=126, width=16384, heads=128, kv_heads=8, ffn_width=53248, vocabulary=128256)
     >>> enough_gpus(config, 8, memory_bytes=80e9, context_tokens=4096, precision="bf16-mixed")[0]
-    512
+    1024
     """
     while gpus <= _MOST_GPUS:
         layouts = choose_layouts(

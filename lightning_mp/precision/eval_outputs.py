@@ -62,7 +62,8 @@ class _Scope:
 def in_float32(value: Any) -> Any:
     """Casts the 16-bit tensors of an output, in any collection.
 
-    >>> in_float32({"logits": torch.zeros(1, dtype=torch.bfloat16), "name": "a"})
+    >>> from torch import bfloat16, zeros
+    >>> in_float32({"logits": zeros(1, dtype=bfloat16), "name": "a"})
     {'logits': tensor([0.]), 'name': 'a'}
     """
     return apply_to_collection(value, Tensor, lambda tensor: tensor.float() if tensor.dtype in HALF_DTYPES else tensor)

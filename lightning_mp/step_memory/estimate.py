@@ -175,8 +175,8 @@ def estimate_memory(
         >>> for precision in ("32-true", "bf16-mixed"):
         ...     parts = estimate_memory(model, zeros(1024, 256), precision=precision).end_of_forward.bytes_by_part
         ...     print(parts["weights"], parts["optimizer states"], parts["activations"])
-        789504 789504 2097152
-        789504 789504 1572864
+        789504 1579032 2097152
+        789504 1579032 1572864
     """
     row = find_precision(precision)
     _check(module, strategy, ranks, units, device_type)

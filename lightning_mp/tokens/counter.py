@@ -109,6 +109,12 @@ class TokenCounter:
         #: Non-pad tokens of skipped steps since this object was made; a checkpoint holds none of it.
         self.skipped_nonpad_tokens = 0
         self._last_window_nonpad_tokens = 0
+        self._last_window_was_skipped = False
+
+    @property
+    def last_window_was_skipped(self) -> bool:
+        """Whether the step of the window closed last is known to have been skipped."""
+        return self._last_window_was_skipped
 
     @property
     def unread_micro_batches(self) -> int:
@@ -128,6 +134,7 @@ class TokenCounter:
     def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> HostCopy:
         """Takes the totals of a window, summed over all ranks; on a CPU they are read at once, else one window late."""
         self.flush_pending()
+        self._last_window_was_skipped = False
         copy = HostCopy(totals)
         self._unread.append(_Unread(copy, micro_batches, repeated))
         if copy.is_there:
@@ -136,6 +143,7 @@ class TokenCounter:
 
     def skip_last_window(self) -> None:
         """The optimizer step of the window that was closed last turned out to be skipped."""
+        self._last_window_was_skipped = True
         if self._unread:
             self._unread[-1].skipped = True
         else:

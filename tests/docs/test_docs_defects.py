@@ -54,7 +54,7 @@ def test_every_defect_and_every_edge_has_a_row_and_its_tests() -> None:
     found = ROW.findall(PAGE.read_text())
     names = [name for _, name, _, _ in found]
     assert len(names) == len(set(names)), "an id has two rows"
-    assert set(names) == {f"D{number:02}" for number in range(1, 68)} | {f"E{number:02}" for number in range(1, 23)}
+    assert set(names) == {f"D{number:02}" for number in range(1, 69)} | {f"E{number:02}" for number in range(1, 23)}
     assert set(names) == rows().keys()
     assert all(anchor == name.lower() for anchor, name, _, _ in found)
 

@@ -37,7 +37,7 @@ SIZE = DecoderSize(
 # What the formulas leave out. Once per step: the sum of squares of the gradients, not finite after an overflow, and the
 # number of ranks that have gradients; with AccumulationScheduler counts of the window in the same operation; under FSDP
 # checksums of the sharding units that were run. In every micro-batch Lightning tells whether rank 0 got SIGTERM.
-NORM_BYTES, UNITS_BYTES, WINDOW_BYTES, SIGTERM_BYTES = 16, 16, 48, 8
+NORM_BYTES, UNITS_BYTES, WINDOW_BYTES, SIGTERM_BYTES = 16, 16, 64, 8
 
 
 class CalledDirectly(runs.Recorded):

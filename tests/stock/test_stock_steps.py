@@ -12,15 +12,16 @@ import pytest
 import torch
 from gradient_counter import CountGradientTraffic
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from small_models import LIGHTNING_27, Regression, fit, fused_adamw, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
-from lightning_mp import AutocastPrecision, LossScaler
+from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
 
 SCALE = 1024.0
 PLUGINS: dict[str, Callable[[], Precision]] = {
@@ -364,3 +365,22 @@ def test_a_weight_that_is_used_several_times_is_kept_several_times() -> None:
     module = Unrolled()
     fit(module, regression_batches(1), plugin=MixedPrecision("bf16-mixed", "cpu"))
     assert module.copies == (1 if LIGHTNING_27 else 3)
+
+
+def test_losses_and_tables_of_16_bit_weights_have_three_digits() -> None:
+    """D68: under Lightning's plugin the default dtype is 16 bit while a step runs; under masters it stays fp32."""
+
+    class Seeing(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.positions = torch.arange(4_096) * torch.tensor(1.0)
+
+    def seen(plugin: Precision) -> tuple[torch.dtype, torch.dtype, bool]:
+        module, batches = Seeing(), regression_batches(1)
+        trainer = quiet_trainer(plugins=[plugin])
+        trainer.validate(module, DataLoader(batches, batch_size=None), verbose=False)  # type: ignore[arg-type]
+        exact = torch.equal(module.positions.long(), torch.arange(4_096))
+        return module.loss.dtype, module.positions.dtype, exact
+
+    assert seen(HalfPrecision("bf16-true")) == (torch.bfloat16, torch.bfloat16, False)
+    assert seen(MasterWeightsPrecision("bf16-true")) == (torch.float32, torch.float32, True)

@@ -71,7 +71,7 @@ MEANS: dict[str, tuple[Loss, list[tuple[float, float]]]] = {
     "items times 0": (lambda o: (0 * o).mean(), []),
     "weights times 0": (lambda o: 0.0 * PARAMETER.sum(), []),
     "no items": (lambda o: o[:0].square().sum(), []),
-    "0 of max(1, 0)": (lambda o: (each(o) * 0.0).sum() / max(1, 0), []),
+    "0 of max(1, 0)": (lambda o: (each(o) * 0.0).sum() / max(1, 0), [(0.0, 1.0)]),
 }
 
 

@@ -180,7 +180,7 @@ def largest_micro_batch(
     Example:
         >>> config = DecoderConfig(layers=12, width=768, vocabulary=50257, gated=False, tied_head=True)
         >>> largest_micro_batch(config, MemoryLayout(), 80 * 2**30, context_tokens=1024, precision="bf16-mixed")
-        66
+        52
     """
     available = positive_quantity(memory_bytes, "memory_bytes")
 
