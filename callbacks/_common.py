@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.resume.resumable_progress import ResumableProgress
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
@@ -54,7 +54,8 @@ def check_counts(
         if hasattr(other, "check_setup") and hasattr(other, "count"):
             settings.weigh(getattr(other, "weight_by", None), **_counts_of(other, other.count))
     assert settings.weighting is not None
-    return settings.weighting.resolved(batch, shifted=False, needs_tokens=needs_tokens)
+    tokens_for = type(callback).__name__ if needs_tokens else ""
+    return settings.weighting.resolved(batch, shifted=False, tokens_for=tokens_for)
 
 
 def _counts_of(callback: object, count: CountFunction | None) -> dict[str, Any]:

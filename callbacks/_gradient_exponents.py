@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api
 from lightning_mp.core.ranks import world_size
 from lightning_mp.diagnostics.underflow.exponents import ExponentTable
 from lightning_mp.diagnostics.underflow.watch import BackwardWatch
@@ -17,12 +16,6 @@ from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import unwrapped_name
 from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
-
-
-def loss_scale_of(trainer: "pl.Trainer") -> Tensor | None:
-    """The present loss scale on its device; None in a run without, or before the first loss was scaled."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return private_api.grad_scaler_scale(scaler) if scaler is not None and scaler.is_enabled() else None
 
 
 def gradients_are_scaled(trainer: "pl.Trainer", optimizer: Optimizer) -> bool:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from lightning_mp.core import private_api, private_loop_api
+from lightning_mp.core import private_trainer_api
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 
@@ -74,7 +74,7 @@ class CallbackMetrics(Callback):
         self._published, self._logged = trainer.callback_metrics, trainer.logged_metrics
         self._on_bar = trainer.progress_bar_metrics
         self._has_run, self._last_row = False, None
-        callbacks = private_api.callbacks_of(trainer)
+        callbacks = private_trainer_api.callbacks_of(trainer)
         self._skip_inherited_hooks(trainer)
         watching = [*callbacks, *trainer.lr_scheduler_configs]
         self._is_monitored = any(str(getattr(each, "monitor", None)).startswith("mp/") for each in watching)
@@ -88,8 +88,12 @@ class CallbackMetrics(Callback):
         """Logs if Lightning is about to."""
         self._has_run = True
         every = _every_n_steps(trainer)
-        step = private_loop_api.logger_step(trainer)
-        if every and ((step + 1) % every == 0 or trainer.should_stop) and not private_loop_api.is_accumulating(trainer):
+        step = private_trainer_api.logger_step(trainer)
+        if (
+            every
+            and ((step + 1) % every == 0 or trainer.should_stop)
+            and not private_trainer_api.is_accumulating(trainer)
+        ):
             self._log(trainer, step, self._numbers())
         elif self._is_monitored:
             self._publish(self._numbers())
@@ -118,7 +122,7 @@ class CallbackMetrics(Callback):
 
         It enters its profiler for each of them, some 20 Python calls, and passes over a hook that is None.
         """
-        for callback in private_api.callbacks_of(trainer):
+        for callback in private_trainer_api.callbacks_of(trainer):
             if any(base.__module__.startswith("lightning_mp.") for base in type(callback).__mro__):
                 for hook in BATCH_HOOKS:
                     if getattr(callback, hook) == getattr(Callback, hook).__get__(callback):
@@ -145,7 +149,7 @@ class CallbackMetrics(Callback):
         """Logs what has come since the last row, at the step of the last batch."""
         if not self._has_run:
             return
-        step, numbers = max(0, private_loop_api.logger_step(trainer) - 1), self._numbers()
+        step, numbers = max(0, private_trainer_api.logger_step(trainer) - 1), self._numbers()
         if not _every_n_steps(trainer):
             self._publish(numbers)
         elif (step, numbers) != self._last_row:

@@ -17,7 +17,7 @@ from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import is_compiled
+from lightning_mp.core.private_dispatch_api import is_compiled
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules

@@ -11,17 +11,16 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.callbacks.chinchilla_budget import ChinchillaBudget
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import AMOUNT, ANY_NUMBER, COUNT, POSITIVE_COUNT, checked_state, listed_of
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
+from lightning_mp.tokens.run_counts import RunBudget, RunCounts
 
 _MOST_POINTS = 2_000
 _RECENT_POINTS = 200
@@ -31,7 +30,7 @@ _RECENT_POINTS = 200
 class _Fit:
     """What one fit forecasts from; the points of the run are the callback's."""
 
-    budget: ChinchillaBudget
+    budget: RunBudget
     recent: list[tuple[float, float]] = field(default_factory=list)  # seconds and tokens
     on_its_way: HostCopy | None = None  # the loss of the last window
     has_warned: bool = False  # that there is no loss
@@ -90,13 +89,13 @@ class BudgetForecast(SettingsRepr, Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the budget."""
-        budgets = [callback for callback in callbacks_of(trainer) if isinstance(callback, ChinchillaBudget)]
-        if not budgets or budgets[0].budget_tokens is None:
+        budget = RunState.of(trainer).callback(RunBudget)
+        if budget is None or budget.budget_tokens is None:
             raise MisconfigurationException(
                 "BudgetForecast forecasts the end of a ChinchillaBudget in tokens or FLOPs, and there is none. Add"
                 " ChinchillaBudget(tokens=...) to the callbacks, or remove BudgetForecast."
             )
-        self._fit = _Fit(budgets[0])
+        self._fit = _Fit(budget)
         Patches.of(trainer).at_end(self._end)
 
     def _end(self) -> None:
@@ -106,15 +105,15 @@ class BudgetForecast(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Records the loss of a window, and forecasts every ``every_n_steps``."""
-        fit, controller = self._fit, AccumulationController.of(trainer)
+        fit, counts = self._fit, RunCounts.of(trainer)
         assert fit is not None
-        assert controller is not None
-        if controller.is_open:
+        assert counts is not None
+        if counts.is_open:
             return
         before, logged = fit.on_its_way, trainer.callback_metrics.get(self.metric)
         fit.on_its_way = HostCopy(logged.detach().reshape(1)) if isinstance(logged, torch.Tensor) else None
         if before is not None:
-            tokens = float(controller.counter.tokens_before_last_window)
+            tokens = float(counts.counter.tokens_before_last_window)
             fit.recent = [*fit.recent[-_RECENT_POINTS:], (time.monotonic(), tokens)]
             self._note(tokens, before.read()[0])
         if trainer.global_step % self.every_n_steps == 0:

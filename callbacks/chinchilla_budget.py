@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -31,6 +30,7 @@ from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.tokens.budget import LandingMode, TokenBudget, TrimFunction
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
+from lightning_mp.tokens.run_counts import RunBudget
 
 _DEVICE_SECONDS = "lightning_mp_device_seconds"
 
@@ -49,7 +49,7 @@ class _Fit:
     has_reported: bool = False
 
 
-class ChinchillaBudget(SettingsRepr, Callback):
+class ChinchillaBudget(SettingsRepr, RunBudget):
     """Ends the run when it has spent its budget, by default 20 tokens per parameter.
 
     Target tokens are counted over all ranks and saved in the checkpoint, so a resumed run spends the rest, even on

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lightning_mp.accumulation.lost_gradient import warn_about_lost_gradient
-from lightning_mp.core import private_loop_api
+from lightning_mp.core import private_results_api, private_resume_api
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_loop_api import set_metric_state
+from lightning_mp.core.private_results_api import set_metric_state
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.core.ranks import world_size
@@ -141,9 +141,9 @@ class ExactResume(SettingsRepr, Callback):
             fit.before_fetches = deque([random], maxlen=2)
 
         processing = patches.replace(trainer.strategy, "process_dataloader", process)
-        private_loop_api.before_first_fetch(trainer, begin)
-        private_loop_api.before_each_advance(trainer, lambda: self._begin_epoch(trainer))
-        private_loop_api.around_validation(
+        private_resume_api.before_first_fetch(trainer, begin)
+        private_resume_api.before_each_advance(trainer, lambda: self._begin_epoch(trainer))
+        private_resume_api.around_validation(
             trainer, lambda: self._begin_validation(trainer), lambda: self._end_validation(trainer)
         )
 
@@ -191,15 +191,15 @@ class ExactResume(SettingsRepr, Callback):
         if not trainer.sanity_checking:
             fit, module = self._fit, trainer.lightning_module
             fit.before_validation = captured(module.device), metric_states(module)
-            if private_loop_api.is_validation_of_the_stop(trainer):
-                fit.before_stop = fit.before_validation[0], private_loop_api.validation_progress(trainer)
+            if private_resume_api.is_validation_of_the_stop(trainer):
+                fit.before_stop = fit.before_validation[0], private_resume_api.validation_progress(trainer)
 
     def _end_validation(self, trainer: "pl.Trainer") -> None:
         self._fit.before_validation = None
         if self._fit.before_stop is not None:
             random, progress = self._fit.before_stop
             restore(random, trainer.lightning_module.device)
-            private_loop_api.restore_validation_progress(trainer, progress)
+            private_resume_api.restore_validation_progress(trainer, progress)
 
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """What is written from here on is written after the validation."""
@@ -215,11 +215,11 @@ class ExactResume(SettingsRepr, Callback):
         def keep(states: list[dict[str, Any]]) -> None:
             fit.before_fetches.append(captured(pl_module.device))
 
-        private_loop_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
+        private_resume_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the metrics and the random state of an epoch that a later run continues, before hooks of its end."""
-        if private_loop_api.is_epoch_cut(trainer):
+        if private_resume_api.is_epoch_cut(trainer):
             self._fit.of_cut_epoch, self._fit.at_end = _metrics(trainer), captured(pl_module.device)
 
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -238,7 +238,7 @@ class ExactResume(SettingsRepr, Callback):
         self._warn_inside_window(trainer, progress)
         fit = self._fit
         metrics = fit.of_cut_epoch if fit.at_end is not None else None
-        metrics = metrics or _metrics(trainer) | {"epoch_ends": private_loop_api.is_in_end_of_epoch(trainer)}
+        metrics = metrics or _metrics(trainer) | {"epoch_ends": private_resume_api.is_in_end_of_epoch(trainer)}
         if fit.before_validation is not None and progress["epoch_loop.batch_progress"]["current"]["completed"]:
             metrics["states"] = fit.before_validation[1]
             repeat_validation(progress)
@@ -272,12 +272,12 @@ class ExactResume(SettingsRepr, Callback):
             now = fit.at_end
         elif fit.before_validation is not None:
             now = fit.before_validation[0]
-        elif private_loop_api.is_in_start_of_epoch(trainer) and fit.before_epoch is not None:
+        elif private_resume_api.is_in_start_of_epoch(trainer) and fit.before_epoch is not None:
             now = fit.before_epoch
         elif batches["ready"] > batches["processed"] and saves_on_exception(trainer):
             now = fit.before_fetches[-1]
         ahead = None
-        if epochs["ready"] and private_loop_api.fetches_ahead(trainer):
+        if epochs["ready"] and private_resume_api.fetches_ahead(trainer):
             again = min(batches_to_do_again(trainer, progress), len(fit.before_fetches))
             ahead = fit.before_fetches[-again] if again else None
         return {"now": now, "ahead": ahead, "of_ranks": RankRNG.kept_states()}
@@ -326,14 +326,14 @@ class ExactResume(SettingsRepr, Callback):
         metrics, module = self._fit.resumed["metrics"], trainer.lightning_module
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         inside = bool(batches) and not metrics["epoch_ends"]
-        private_loop_api.restore_logged_results(trainer, metrics["logged"], inside_epoch=inside)
+        private_results_api.restore_logged_results(trainer, metrics["logged"], inside_epoch=inside)
         restore_metric_states(module, metrics["states"])
         latest = {name: value.to(module.device) for name, value in metrics["latest"].items()}
-        private_loop_api.latest_metrics(trainer).update(latest)
+        private_results_api.latest_metrics(trainer).update(latest)
         if metrics["epoch_ends"]:
-            private_loop_api.end_of_resumed_epoch(trainer)
+            private_results_api.end_of_resumed_epoch(trainer)
         elif inside:
-            private_loop_api.log_resumed_batch(trainer)
+            private_results_api.log_resumed_batch(trainer)
 
     # -- record --------------------------------------------------------------------------------------------------------
 
@@ -410,9 +410,9 @@ def _start_workers_aside(loader: "DataLoader[Any]", patches: Patches) -> None:
 
 def _metrics(trainer: "pl.Trainer") -> dict[str, Any]:
     """What the epoch has logged so far, and what is in its metrics."""
-    latest = private_loop_api.latest_metrics(trainer).items()
+    latest = private_results_api.latest_metrics(trainer).items()
     return {
-        "logged": private_loop_api.logged_results(trainer),
+        "logged": private_results_api.logged_results(trainer),
         "states": metric_states(trainer.lightning_module),
         "latest": {name: value.detach().cpu().clone() for name, value in latest if isinstance(value, Tensor)},
         "epoch_ends": False,

@@ -16,14 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._gradient_exponents import loss_scale_of
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core import private_loop_api
+from lightning_mp.core import private_trainer_api
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.private_optimizer_api import loss_scale_of
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.noise_scale import (
@@ -43,6 +42,7 @@ from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.ragged_batches import RaggedBatches
+from lightning_mp.tokens.run_counts import RunCounts
 
 _COUNT = "Pass count=, a function from a batch to its number of samples."
 
@@ -203,20 +203,20 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 self._ragged.look(batch)
             return samples
         except ValueError as error:
-            controller = AccumulationController.of(fit.trainer)
-            if controller is not None and controller.measure is not None and controller.measure.input_tokens:
-                return controller.measure.input_tokens  # by a user's function, as there is no tensor
+            counts = RunCounts.of(fit.trainer)
+            if counts is not None and counts.measure is not None and counts.measure.input_tokens:
+                return counts.measure.input_tokens  # by a user's function, as there is no tensor
             _report(fit, str(error))
             return None
 
     def _count_tokens(self, fit: _Fit, pl_module: "pl.LightningModule", batch: Any) -> float | Tensor:
-        controller = AccumulationController.of(fit.trainer)
-        if controller is not None and controller.measure is not None:
+        counts = RunCounts.of(fit.trainer)
+        if counts is not None and counts.measure is not None:
             if fit.tokens_are_samples is None:
-                weighting = controller.weighting
+                weighting = counts.weighting
                 is_counted = weighting is not None and (weighting.count or weighting.input_count) is not None
-                fit.tokens_are_samples = is_counted and controller.measure.most_tokens == fit.samples
-            return 0.0 if fit.tokens_are_samples else controller.measure.tokens
+                fit.tokens_are_samples = is_counted and counts.measure.most_tokens == fit.samples
+            return 0.0 if fit.tokens_are_samples else counts.measure.tokens
         labels = batch_tokens.find_labels(batch)
         if labels is None:
             return 0.0
@@ -377,8 +377,8 @@ def _report(fit: _Fit, reason: str) -> None:
 
 
 def _closed(fit: _Fit, window: NoiseWindow) -> ClosedNoiseWindow:
-    controller = AccumulationController.of(fit.trainer)
-    weight_by = controller.weight_by if controller is not None else None
+    counts = RunCounts.of(fit.trainer)
+    weight_by = counts.weight_by if counts is not None else None
     return ClosedNoiseWindow(
         HostCopy(gradient_ops.sum_over_ranks_(window.numbers(fit.trainer.strategy.root_device))),
         # Lightning divides by the planned length also where a window is shorter; the controller puts that right.
@@ -398,14 +398,13 @@ def _accumulates_locally(trainer: "pl.Trainer") -> bool:
     """Whether the gradients of this micro-batch are this rank's own after its backward, not reduced over ranks."""
     model = trainer.strategy.model
     is_ddp = isinstance(model, DistributedDataParallel)
-    return trainer.world_size == 1 or (is_ddp and private_loop_api.is_accumulating(trainer))
+    return trainer.world_size == 1 or (is_ddp and private_trainer_api.is_accumulating(trainer))
 
 
 def _weight(trainer: "pl.Trainer") -> float | Tensor:
     """What the controller multiplies this micro-batch's loss by."""
-    controller = AccumulationController.of(trainer)
-    micro_batch = controller.state.micro_batch if controller is not None else None
-    return micro_batch.factor if micro_batch is not None else 1.0
+    counts = RunCounts.of(trainer)
+    return counts.loss_factor if counts is not None else 1.0
 
 
 def _square_scale(trainer: "pl.Trainer", like: Tensor) -> Tensor:

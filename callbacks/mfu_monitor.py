@@ -15,7 +15,7 @@ from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
@@ -388,7 +388,9 @@ class MFUMonitor(SettingsRepr, Callback):
 
 
 def _is_compiled(module: pl.LightningModule) -> bool:
-    return private_api.is_compiled(module) or any(private_api.holds_compiled_code(part) for part in module.modules())
+    return private_dispatch_api.is_compiled(module) or any(
+        private_dispatch_api.holds_compiled_code(part) for part in module.modules()
+    )
 
 
 def _of_tokens(convention: object) -> str:

@@ -16,7 +16,7 @@ from lightning_mp.accumulation.batch_split import SplitFunction, num_samples
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.split_state import SplitState
 from lightning_mp.accumulation.split_step import SplitStep
-from lightning_mp.core import private_api
+from lightning_mp.core import private_tensor_api, private_trainer_api
 from lightning_mp.core.arguments import function_or_none, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import listed
@@ -177,7 +177,7 @@ def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
             "MicroBatchOnOOM cannot repeat a training_step(dataloader_iter), which takes the batch out of the loader"
             " itself. Use training_step(batch, batch_idx)."
         )
-    if sum(isinstance(callback, MicroBatchOnOOM) for callback in private_api.callbacks_of(trainer)) > 1:
+    if sum(isinstance(callback, MicroBatchOnOOM) for callback in private_trainer_api.callbacks_of(trainer)) > 1:
         raise MisconfigurationException("There are two MicroBatchOnOOM callbacks; remove one of them.")
 
 
@@ -188,7 +188,7 @@ def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> No
             " optimizer, or remove the callback."
         )
     parameters = dict(pl_module.named_parameters())
-    hooked = [name for name, p in parameters.items() if private_api.has_hooks_after_accumulation(p)]
+    hooked = [name for name, p in parameters.items() if private_tensor_api.has_hooks_after_accumulation(p)]
     if hooked:
         raise MisconfigurationException(
             f"MicroBatchOnOOM cannot be used with register_post_accumulate_grad_hook ({listed(hooked)}): such a hook"
@@ -205,7 +205,7 @@ def _refuse_on_several_ranks(trainer: "pl.Trainer", pl_module: "pl.LightningModu
             "MicroBatchOnOOM cannot be used with DDPStrategy(static_graph=True), which expects the same number of"
             " backward passes in every step. Leave static_graph out, or remove the callback."
         )
-    hooked = [name for name, p in pl_module.named_parameters() if private_api.has_gradient_hooks(p)]
+    hooked = [name for name, p in pl_module.named_parameters() if private_tensor_api.has_gradient_hooks(p)]
     if hooked:
         raise MisconfigurationException(
             f"MicroBatchOnOOM cannot be used with gradient hooks on parameters ({listed(hooked)}) on several ranks:"

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks._report_folder import report_folder
-from lightning_mp.core import private_loop_api
+from lightning_mp.core import private_trainer_api
 from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import listed
@@ -315,7 +315,7 @@ class RealStepLimit:
     def allow_for(self, skipped_steps: int) -> None:
         """Raises the limit by the number of skipped steps of the run."""
         if self._asked_max_steps != -1:
-            private_loop_api.set_max_steps(self._trainer, self._asked_max_steps + skipped_steps)
+            private_trainer_api.set_max_steps(self._trainer, self._asked_max_steps + skipped_steps)
 
     def is_reached(self) -> bool:
         """Whether Lightning would stop now, if no skip is still on its way."""
@@ -323,7 +323,7 @@ class RealStepLimit:
 
     def detach(self) -> None:
         """Gives the Trainer the number that the user requested."""
-        private_loop_api.set_max_steps(self._trainer, self._asked_max_steps)
+        private_trainer_api.set_max_steps(self._trainer, self._asked_max_steps)
 
 
 @dataclass

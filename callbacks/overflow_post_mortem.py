@@ -35,7 +35,6 @@ from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import parameter_names
 from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
 from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
-from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
 
 _STATE_KINDS = {"rms_at_start": or_none(listed_of(ANY_NUMBER))}
@@ -332,7 +331,7 @@ def _ranks_may_disagree(trainer: "pl.Trainer") -> bool:
         isinstance(trainer.strategy, ModelParallelStrategy)
         and not makes_true_gradients(trainer.precision_plugin)
         and scaler is not None
-        and not isinstance(scaler, LossScaler)
+        and not getattr(scaler, "decides_on_all_ranks", False)
     )
 
 

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 
 from lightning_mp.callbacks._report_folder import report_folder
-from lightning_mp.core import private_loop_api
+from lightning_mp.core import private_resume_api
 from lightning_mp.core.arguments import folder_or_none, names_in, positive_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
@@ -192,7 +192,7 @@ class StopAtBoundary(SettingsRepr, Callback):
             self.path = folder / f"{self.filename.format(step=trainer.global_step)}.ckpt"
             trainer.save_checkpoint(self.path, weights_only=False)
             trainer.should_stop = True
-            private_loop_api.skip_validation_of_the_stop(trainer)
+            private_resume_api.skip_validation_of_the_stop(trainer)
             rank_zero_info(
                 f"StopAtBoundary: stopped by {self.stopped_by} after optimizer step {trainer.global_step}; saved"
                 f" {self.path}. fit() returns, and the script continues unless it reads the attribute stopped_by:"

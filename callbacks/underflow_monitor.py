@@ -21,7 +21,6 @@ from lightning_mp.callbacks._gradient_exponents import (
     gradients_are_scaled,
     kept_in_fp32,
     largest_on_any_rank,
-    loss_scale_of,
 )
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import names_in, positive_number, whole_number
@@ -30,6 +29,7 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.number_formats import FormatLike
 from lightning_mp.core.patches import Patches
+from lightning_mp.core.private_optimizer_api import loss_scale_of
 from lightning_mp.core.saved_state import checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.diagnostics.underflow.exponents import ExponentTable, narrow_format

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.core import private_sharding_api, private_trainer_api
 from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 
 
@@ -23,7 +23,7 @@ def refuse_scaler_of_torch(plugin: Precision, owner: str, why: str) -> None:
 
 def refuse_copies_of_the_model(trainer: "pl.Trainer", owner: str, before: str) -> None:
     """Refuses callbacks of Lightning that have copied the model by now; the copy stays whole, and on every rank."""
-    for callback in private_api.callbacks_of(trainer):
+    for callback in private_trainer_api.callbacks_of(trainer):
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise MisconfigurationException(
                 f"{owner} cannot be used with {type(callback).__name__}, which copies the model before {before}. Leave"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
@@ -39,6 +38,7 @@ from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
+from lightning_mp.tokens.run_counts import RunCounts
 
 if TYPE_CHECKING:
     from lightning_mp.accumulation.weighing import MicroBatchWeighing
@@ -60,7 +60,7 @@ class _Fit:
     step_has_window: bool = False  # the last step had a window; a step without any loss has none
 
 
-class AccumulationController(Callback):
+class AccumulationController(RunCounts):
     r"""Opens and closes accumulation windows, weighs their micro-batches, and ends the run on its token budget.
 
     ``AccumulationScheduler`` and ``ChinchillaBudget`` give it their settings; it puts itself first among the Trainer's
@@ -99,11 +99,6 @@ class AccumulationController(Callback):
         self._saved_window: PartialAccumulation | None = None
 
     # -- what callbacks need -------------------------------------------------------------------------------------------
-
-    @classmethod
-    def of(cls, trainer: "pl.Trainer") -> "AccumulationController | None":
-        """The controller that is at work for this Trainer, if any."""
-        return RunState.of(trainer).callback(cls)
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> "AccumulationController":
@@ -169,6 +164,11 @@ class AccumulationController(Callback):
     def measure(self) -> Measure | None:
         """The present micro-batch; None where micro-batches are not weighted."""
         return self.state.micro_batch.measure if self.state.micro_batch is not None else None
+
+    @property
+    def loss_factor(self) -> float | Tensor:
+        """By what the loss of the present micro-batch is multiplied, beside Lightning's division."""
+        return self.state.micro_batch.factor if self.state.micro_batch is not None else 1.0
 
     def input_tokens(self, batch: Any) -> int:
         """Tokens of a batch like this over all ranks: with padding, or those of ``count``."""

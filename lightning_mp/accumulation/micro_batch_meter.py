@@ -32,7 +32,7 @@ class MicroBatchMeter:
             first_batch,
             by_loss=by_loss,
             shifted=bool(trainer.strategy.broadcast(batch_tokens.shifts_labels_inside(pl_module, first_batch))),
-            needs_tokens=settings.needs_tokens,
+            tokens_for=settings.tokens_for,
             needs_samples=settings.needs_samples,
         )
         self.schedule_counts = settings.schedule is not None and not settings.schedule.units <= {"epoch", "step"}

@@ -32,9 +32,11 @@ class AccumulationSettings:
     total_steps: Callable[[], int | None] | None = None
 
     @property
-    def needs_tokens(self) -> bool:
-        """Whether tokens must be counted, whatever micro-batches weigh."""
-        return self.budget is not None or self._counts("token")
+    def tokens_for(self) -> str:
+        """The part for which tokens must be counted, whatever micro-batches weigh."""
+        if self.budget is not None:
+            return "ChinchillaBudget"
+        return "AccumulationScheduler" if self._counts("token") else ""
 
     @property
     def needs_samples(self) -> bool:
@@ -108,7 +110,7 @@ def refuse_counts_of_unseen_batches(settings: AccumulationSettings) -> None:
     known = settings.weighting
     counts = known is not None and (known.weight_by in ("token", "sample") or known.count or known.input_count)
     only_weighs = settings.follows_trainer or settings.schedule is not None
-    if counts or settings.needs_tokens or settings.needs_samples or (known is not None and not only_weighs):
+    if counts or settings.tokens_for or settings.needs_samples or (known is not None and not only_weighs):
         raise MisconfigurationException(
             "training_step(dataloader_iter) fetches its batches itself, so nothing can count their tokens or samples"
             " before. Use training_step(batch, batch_idx), or only AccumulationScheduler with thresholds in epochs or"

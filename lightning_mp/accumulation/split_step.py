@@ -47,7 +47,7 @@ from lightning_mp.accumulation.part_logs import PartLogs, PartLosses
 from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.accumulation.split_state import SplitState
 from lightning_mp.accumulation.windows import AccumulationState, Part
-from lightning_mp.core import private_api, private_loop_api, private_sharding_api
+from lightning_mp.core import private_loop_api, private_sharding_api, private_tensor_api, private_trainer_api
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.patches import Patches
@@ -112,7 +112,7 @@ class SplitStep:
         self._after_backward = patches.replace(trainer.precision_plugin, "post_backward", self._post_backward)
 
     def _begin(self, closure: BatchClosure) -> Callable[[], ClosureResult] | None:
-        if self._owner not in private_api.callbacks_of(self._trainer):
+        if self._owner not in private_trainer_api.callbacks_of(self._trainer):
             return None  # tuners train with other callbacks
         # The state is taken before the closure is called: an optimizer may call it again.
         batch = copied_containers(closure.batch)
@@ -136,7 +136,7 @@ class SplitStep:
         batch = _Batch(closure, kept, _versions(kept), random_state, restore, counted, closure.zero_grad)
         self._window.append(batch)
         self._shown.is_repeated = False
-        closes = not private_loop_api.is_accumulating(self._trainer)
+        closes = not private_trainer_api.is_accumulating(self._trainer)
         self.is_running = True
         try:
             ran = self._attempt_until_it_fits(batch, closes)
@@ -324,4 +324,4 @@ def _shapes(batch: Any) -> tuple[torch.Size, ...]:
 
 def _versions(batch: Any) -> list[int]:
     """They tell whether something was written into its tensors."""
-    return [0 if tensor.is_inference() else private_api.version_of(tensor) for tensor in tensors_in(batch)]
+    return [0 if tensor.is_inference() else private_tensor_api.version_of(tensor) for tensor in tensors_in(batch)]

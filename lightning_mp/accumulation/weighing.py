@@ -10,10 +10,10 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 
-from lightning_mp.accumulation import window_weights
+from lightning_mp.accumulation import windows
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, is_single_micro_batch_step
-from lightning_mp.core import private_api
+from lightning_mp.core import private_tensor_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.ranks import all_gathered
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -68,7 +68,7 @@ class MicroBatchWeighing:
         """The state with what the current micro-batch weighs; its loss is not weighed yet. Call it on all ranks."""
         state = self.settle_window(state)
         if self.is_equal:
-            return window_weights.weigh_equally(state)
+            return windows.weigh_equally(state)
         if self.source == "loss":
             return self._by_loss(state, loss)
         return self._by_count(state, weighting, loss)
@@ -87,7 +87,7 @@ class MicroBatchWeighing:
             is_known = (measure.items >= 0) & (measure.items < math.inf)
         if is_known is not True:
             self._why = self._why or measure.wrong_count or "count= returned a number below 0"
-        return window_weights.weigh_micro_batch(state, measure.items, is_known, measure.divisor)
+        return windows.weigh_micro_batch(state, measure.items, is_known, measure.divisor)
 
     def _by_loss(self, state: AccumulationState, loss: Tensor) -> AccumulationState:
         assert state.micro_batch is not None
@@ -104,13 +104,13 @@ class MicroBatchWeighing:
             if self.may_meet:
                 state = self._meet(state, reading)
             if self.is_equal:
-                return window_weights.weigh_equally(state)
+                return windows.weigh_equally(state)
             if self._losses.first is None:  # no rank counts anything
-                return window_weights.weigh_nothing(state)
+                return windows.weigh_nothing(state)
         weight = self._losses.of(reading)
         if weight.is_known is not True and not self._why:
             self._why = weight.why
-        return window_weights.weigh_micro_batch(state, weight.items, weight.is_known, divisor)
+        return windows.weigh_micro_batch(state, weight.items, weight.is_known, divisor)
 
     def count(self, loss: Tensor) -> tuple[float, bool] | None:
         """The items of a loss as ``training_step`` returned it, and whether a loss function or ``mean()`` counts them.
@@ -142,8 +142,8 @@ class MicroBatchWeighing:
     def normalisation(self, state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
         """By what the gradient of a window is multiplied, whose totals over all ranks these are; None if that is 1."""
         if self.is_equal:
-            return window_weights.mean_of_losses(self._settings, state, totals, num_ranks)
-        return window_weights.normalisation(state, totals, num_ranks) if self.source is not None else None
+            return windows.mean_of_losses(self._settings, state, totals, num_ranks)
+        return windows.normalisation(state, totals, num_ranks) if self.source is not None else None
 
     def close_window(self, state: AccumulationState, totals: HostCopy, *, are_here: bool) -> AccumulationState:
         """A window is over; ``totals`` are those over all ranks. What they show is said now, if they are here."""
@@ -164,7 +164,7 @@ class MicroBatchWeighing:
             self.source = "loss"
             _warn(self._losses.weigh_equally(why))
         self._why = ""
-        return window_weights.next_reference(state, totals[ITEMS], totals[LOSSES])
+        return windows.next_reference(state, totals[ITEMS], totals[LOSSES])
 
     def _meet(self, state: AccumulationState, reading: Items | Unknown) -> AccumulationState:
         """Ranks settle with their first losses what micro-batches weigh."""
@@ -206,7 +206,7 @@ def _reference(items: float, most: float) -> float:
 
 
 def _versions(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
-    return {p: -1 if p.grad is None else private_api.version_of(p.grad) for p in parameters}
+    return {p: -1 if p.grad is None else private_tensor_api.version_of(p.grad) for p in parameters}
 
 
 @rank_zero_only

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.core.private_api import version_of
+from lightning_mp.core.private_tensor_api import version_of
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
 from lightning_mp.core.quantities import format_bytes
@@ -129,7 +129,7 @@ class StepCost:
         # Sharded weights are gathered for the time of a module's forward; its own hooks come later than this one.
         self._in_forward.callback(register_module_forward_hook(self._after_forward).remove)
         self._in_forward.enter_context(saved_tensors_hooks(self._saved_outside, unchanged))
-        self._in_micro_batch.enter_context(private_api.observe_dispatch(self._after_operation))
+        self._in_micro_batch.enter_context(private_dispatch_api.observe_dispatch(self._after_operation))
 
     def end_forward(self) -> None:
         """Counts no more saved tensors."""

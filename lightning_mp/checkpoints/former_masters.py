@@ -11,6 +11,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mp.core.saved_state import checked_state, tensor_like
+
 #: Where a master lies in the state of its parameter, always as full fp32.
 MASTER_KEY = "master_param"
 
@@ -27,6 +29,9 @@ def take_masters(checkpoint: dict[str, Any], optimizers: Sequence[Optimizer]) ->
     """Takes masters out of the optimizer states of a checkpoint; returns those of each parameter.
 
     The optimizer states that are given stay as they are; the checkpoint gets others.
+
+    Raises:
+        ValueError: if a master is no floating-point tensor of its parameter's shape; nothing is changed then.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1))
@@ -50,6 +55,9 @@ def take_masters(checkpoint: dict[str, Any], optimizers: Sequence[Optimizer]) ->
         states.append({**state_dict, "state": {key: entry for key, entry in state.items() if entry != {}}})
     if not found:
         return {}
+    if have_been_trained(checkpoint):
+        for parameter, master in found.items():
+            checked_state({MASTER_KEY: master}, {MASTER_KEY: tensor_like(parameter.shape)}, "an optimizer")
     checkpoint["optimizer_states"] = states
     if have_been_trained(checkpoint):
         say_what_was_read(len(found))

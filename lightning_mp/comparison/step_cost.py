@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.comparison.trial import Experiment, TrainingData, run_trial
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.step_memory.live_storages import LiveStorages
 
@@ -106,7 +106,7 @@ class _MemoryWatcher(Callback):
         weights = [weight for weight in pl_module.parameters() if not is_lazy(weight)]
         self._live.add("weights", weights)
         self._live.add("buffers", pl_module.buffers(), unless=("weights",))
-        self._observation.enter_context(private_api.observe_dispatch(self._live.after_operation))
+        self._observation.enter_context(private_dispatch_api.observe_dispatch(self._live.after_operation))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         self._live.add("batch", tensors_in(batch), unless=("weights", "buffers"))

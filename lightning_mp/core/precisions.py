@@ -70,7 +70,7 @@ PRECISIONS: Mapping[str, PrecisionSpec] = MappingProxyType(
         )
     }
 )
-"""Every precision by its plugin's argument, then a plus and the storage of masters; ``lightning:`` is Lightning's."""
+"""Every precision by its plugin's argument, and after a plus the storage of masters; ``lightning:`` is Lightning's."""
 
 #: The 16-bit dtype of each precision of AutocastPrecision.
 AUTOCAST_DTYPES = {row.name: row.compute_dtype for row in PRECISIONS.values() if row.autocast and not row.fp8}

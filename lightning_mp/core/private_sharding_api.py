@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, _utils
 from torch.nn.parallel import DistributedDataParallel
+
+#: (owner, private name, why it is needed)
+PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
+    (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
+    (torch.distributed.tensor, "_utils", "where in the whole tensor the part of a rank begins"),
+    (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
+    (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
+    (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
+    (torch.nn.parallel.DistributedDataParallel, "_sync_buffers", "rank 0's buffers, before a forward that may fail"),
+)
 
 
 def sharding_groups(unit: object) -> list[Any]:
@@ -36,92 +46,6 @@ def sharding_mesh(group: Any) -> DeviceMesh:
 def sharded_parameters(group: Any) -> list[Tensor]:
     """What the optimizer holds of one of :func:`sharding_groups`."""
     return [parameter.sharded_param for parameter in group.fsdp_params]
-
-
-class WatchedShard(DTensor):
-    """A DTensor that calls :meth:`touched` before anything reads its part, which DTensor does by one attribute."""
-
-    __slots__ = ()
-
-    @property
-    def _local_tensor(self) -> Tensor:  # type: ignore[override]  # an attribute there
-        self.touched()
-        return part_of(self)
-
-    def touched(self) -> None:
-        """Has to make a DTensor of it again."""
-        raise NotImplementedError
-
-
-_LOCAL_TENSOR: Any = vars(DTensor)["_local_tensor"]
-
-
-def part_of(tensor: DTensor) -> Tensor:
-    """This rank's part, where nobody is to notice."""
-    part: Tensor = _LOCAL_TENSOR.__get__(tensor)
-    return part
-
-
-def set_part(tensor: DTensor, part: Tensor) -> None:
-    """Puts another tensor of the same shape in the place of this rank's part."""
-    _LOCAL_TENSOR.__set__(tensor, part)
-
-
-def with_part(like: DTensor, part: Tensor) -> DTensor:
-    """A part as a tensor that is distributed like another one."""
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-
-
-@cache
-def _with_unnoticed_gather(kind: Any) -> Any:
-    """FSDP2 asks the part of a rank, at each gathering, whether it has hooks of its own."""
-
-    class UnnoticedGather(kind):  # type: ignore[misc]  # a class that is only known when it is here
-        @property
-        def _sharded_local_tensor(self) -> Tensor:
-            return part_of(self.sharded_param)
-
-    return UnnoticedGather
-
-
-class GatheredShard:
-    """One parameter of FSDP2, for which it may gather other memory than that of the parameter.
-
-    Raises:
-        AttributeError: if this release of torch keeps what it gathers elsewhere.
-    """
-
-    def __init__(self, parameter: Any) -> None:
-        self._parameter = parameter
-        self._own_class: Any = parameter.__class__
-        self.numel = int(parameter._sharded_param_data.numel())  #: of each rank's part, with what makes all equal
-        parameter._sharded_local_tensor  # noqa: B018  # is there
-        parameter.__class__ = _with_unnoticed_gather(self._own_class)
-
-    @property
-    def sharded(self) -> Any:
-        """What the optimizer holds."""
-        return self._parameter.sharded_param
-
-    def gather(self, part: Tensor) -> None:
-        """Takes this, in a row, as the rank's part from now on."""
-        self._parameter._sharded_param_data = part
-
-    def end(self) -> None:
-        """Leaves it as FSDP2 has it."""
-        self._parameter.__class__ = self._own_class
-
-
-def make_ready(root: FSDPModule) -> None:
-    """What FSDP2 does before its first forward, which looks at the parts of parameters."""
-    root._get_fsdp_state()._lazy_init()
-
-
-def shards_gathered_in(unit: object, dtype: torch.dtype) -> list[GatheredShard]:
-    """Those parameters of a unit of FSDP2 of which it makes copies of this dtype."""
-    parameters = [parameter for group in sharding_groups(unit) for parameter in group.fsdp_params]
-    return [GatheredShard(parameter) for parameter in parameters if parameter.mp_policy.param_dtype == dtype]
 
 
 def before_each_gather(group: Any, note: Callable[[], None]) -> Callable[[], None]:

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import callbacks_of, set_callbacks
+from lightning_mp.core.private_trainer_api import callbacks_of, set_callbacks
 
 _KEY = "_lightning_mp_run"
 _Part = TypeVar("_Part")

@@ -33,6 +33,7 @@ NUMBER = Kind("a finite number", _is_number)
 AMOUNT = Kind("a finite number from 0", lambda value: _is_number(value) and value >= 0)
 FLAG = Kind("True or False", lambda value: isinstance(value, bool))
 MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
+TEXT = Kind("text", lambda value: isinstance(value, str))
 
 
 def or_none(kind: Kind) -> Kind:

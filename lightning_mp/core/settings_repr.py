@@ -32,9 +32,11 @@ class SettingsRepr:
     @property
     def state_key(self) -> str:
         """Of a callback its class; a part that is no callback is refused, and a second callback of a class."""
-        from lightning_mp.core.misplaced_parts import refuse_among_callbacks  # of use in errors only
+        asking = sys._getframe(1)
+        if asking.f_code.co_name != "_call_callback_hooks":  # which asks in each batch, long after the set-up
+            from lightning_mp.core.misplaced_parts import refuse_among_callbacks  # of use in errors only
 
-        refuse_among_callbacks(self, sys._getframe(1))
+            refuse_among_callbacks(self, asking)
         return type(self).__qualname__
 
     def _shown_settings(self) -> Iterator[str]:

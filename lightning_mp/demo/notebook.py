@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_mp.activation_checkpointing.cost import StorageBytes
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.diagnostics import StepOutcome
 from lightning_mp.gradients.gradient_ops import local_shard
@@ -133,7 +133,7 @@ class ThirdStep(Recorder):
         super().__init__()
         self.kept: dict[str, int] = {}
         self.sent: dict[str, list[int]] = {}
-        self._counting = private_api.observe_dispatch(self._count_sent)
+        self._counting = private_dispatch_api.observe_dispatch(self._count_sent)
 
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int

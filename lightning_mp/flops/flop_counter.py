@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.core import private_dispatch_api, private_sharding_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.number_formats import dtype_label
 from lightning_mp.flops.grouped_products import GroupedProducts, backward_in_modes
@@ -103,7 +103,7 @@ class FlopTally:
         self._unknown: dict[str, None] = {}
 
     def __enter__(self) -> "FlopTally":
-        self._mode = private_api.observe_dispatch(self._after_operation)
+        self._mode = private_dispatch_api.observe_dispatch(self._after_operation)
         self._mode.__enter__()
         return self
 
@@ -131,7 +131,7 @@ class FlopTally:
         flops = _share_of_rank(cost, tensors)
         if any(tensor.is_complex() for tensor in tensors):
             flops *= 4  # a complex product is four real ones
-        if private_api.running_backward() is None:
+        if private_dispatch_api.running_backward() is None:
             part, again = "forward", 0
         elif torch.is_grad_enabled():
             # Backward itself runs without gradients; what a checkpoint runs again needs them.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_tensor_api
 
 #: As DDP's ``bucket_cap_mb=25``.
 BUCKET_BYTES = 25 * 2**20
@@ -44,7 +44,7 @@ def _write_back(bucket: list[Tensor], flat: Tensor, work: dist.Work | None) -> N
     assert work is not None
     work.wait()
     parts = flat.split([gradient.numel() for gradient in bucket])
-    private_api.foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+    private_tensor_api.foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
 
 
 def buckets(gradients: Iterable[Tensor], most_bytes: int) -> list[list[Tensor]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, Adagrad, Optimizer, Rprop
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 
 _PLAIN = {Tensor, nn.Parameter}
 
@@ -19,7 +19,7 @@ _NOT_WITH_DTENSORS = (Adafactor, *(() if torch.__version__ >= "2.15" else (Rprop
 
 def applies_grad_scale(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own kernel divides gradients by ``optimizer.grad_scale`` and skips on ``found_inf``."""
-    return private_api.supports_amp_scaling(optimizer)
+    return private_optimizer_api.supports_amp_scaling(optimizer)
 
 
 def why_steps_wait(optimizer: Optimizer) -> str | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_tensor_api
 from lightning_mp.core.devices import sent_to
 from lightning_mp.core.precisions import HALF_DTYPES
 
@@ -138,7 +138,7 @@ def shard_norms(shards: Sequence[Tensor]) -> Tensor:
 def _norms_of_one_kind(shards: Sequence[Tensor]) -> Tensor:
     """Of shards of one device and dtype."""
     dtype = torch.float64 if shards[0].dtype == torch.float64 else torch.float32
-    norms = torch.stack(tuple(private_api.foreach_norm(list(shards), 2, dtype=dtype)))
+    norms = torch.stack(tuple(private_tensor_api.foreach_norm(list(shards), 2, dtype=dtype)))
     # torch does not square a single number; from this one on a square does not fit.
     return norms.masked_fill_(norms >= (2.0**512 if dtype == torch.float64 else 2.0**64), torch.inf)
 
@@ -228,11 +228,11 @@ def multiply_(shards: Sequence[Tensor], factor: Tensor) -> None:
         here = factor.to(device=device, dtype=torch.promote_types(dtype, torch.float32))
         if dtype == torch.float16 or (dtype == torch.bfloat16 and device.type == "cpu"):
             # The one kernel that takes a float32 factor for 16-bit tensors: 16 bits would round the factor.
-            private_api.amp_unscale_(members, torch.zeros((), dtype=torch.float32, device=device), here)
+            private_tensor_api.amp_unscale_(members, torch.zeros((), dtype=torch.float32, device=device), here)
         elif dtype == torch.bfloat16:
             _multiply_wide_(members, here)  # CUDA's has no bf16: pytorch/pytorch#127176
         else:
-            private_api.foreach_mul_(members, here)
+            private_tensor_api.foreach_mul_(members, here)
 
 
 def _multiply_wide_(shards: Sequence[Tensor], factor: Tensor) -> None:
@@ -249,7 +249,7 @@ def scaled_clamp_(shards: Sequence[Tensor], factor: float, bound: float) -> None
             # The factor itself may not fit into 16 bits.
             shard.copy_(shard.float().clamp_(-bound, bound).mul_(factor))
         else:
-            private_api.scaled_clamp_(shard, factor, bound)
+            private_tensor_api.scaled_clamp_(shard, factor, bound)
 
 
 def clamp_(shards: Sequence[Tensor], bound: Tensor) -> None:

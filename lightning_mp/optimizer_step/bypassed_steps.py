@@ -7,7 +7,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 
 
 def found_by_unscaling(
@@ -20,7 +20,7 @@ def found_by_unscaling(
     handed_out = model.optimizers()
     wrappers = handed_out if isinstance(handed_out, list) else [handed_out]
     same = [w for w in wrappers if isinstance(w, LightningOptimizer) and w.optimizer is optimizer]
-    return private_api.unscaled_found_inf(scaler, [optimizer, *same])
+    return private_optimizer_api.unscaled_found_inf(scaler, [optimizer, *same])
 
 
 def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:

@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_tensor_api
 from lightning_mp.core.patches import Patch
 
 
@@ -117,7 +117,7 @@ class StepClosure:
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
-    return [private_api.version_of(p) for group in optimizer.param_groups for p in group["params"]]
+    return [private_tensor_api.version_of(p) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _with_gradient(optimizer: Optimizer) -> set[int]:

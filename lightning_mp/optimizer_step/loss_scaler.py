@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.precisions import HALF_DTYPES
+from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, POSITIVE_COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing, one_mesh_per_group
@@ -38,7 +39,22 @@ class LossScaleFloorError(RuntimeError):
 
 
 # What `torch.amp.GradScaler.state_dict` holds.
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+#: What every ``torch.amp.GradScaler`` saves.
+_TORCH_STATE = {
+    "scale": AMOUNT,
+    "growth_factor": POSITIVE,
+    "backoff_factor": POSITIVE,
+    "growth_interval": POSITIVE_COUNT,
+    "_growth_tracker": COUNT,
+}
+
+
+def check_saved_scaler(scaler: torch.amp.GradScaler, state: Any) -> None:
+    """Refuses a state that the scaler cannot load, before anything is changed by it."""
+    if isinstance(scaler, LossScaler):
+        scaler.checked_settings(state)
+    else:
+        checked_state(state, _TORCH_STATE, "the loss scaler")
 
 
 def overflows_at_floor(before: int, found_inf: float, scale: float, rule: ScaleRule) -> int:
@@ -121,6 +137,9 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         >>> weight.tolist(), scaler.get_scale()
         ([1.0, 1.0], 2.0)
     """
+
+    #: An overflow that one rank finds is an overflow on all ranks, also where gradients are sharded.
+    decides_on_all_ranks = True
 
     def __init__(
         self,
@@ -309,6 +328,22 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             "_floor_tracker": self._overflows_at_floor,
         }
 
+    def checked_settings(self, state_dict: Any) -> "tuple[ScaleRule, Any]":
+        """The rule and the ``on_floor`` that a saved state brings along, once all of its entries are checked."""
+        checked_state(state_dict, {}, "the loss scaler")
+        missing = [key for key in _TORCH_STATE if key not in state_dict]
+        if missing:
+            raise ValueError(
+                f"The checkpoint's loss scaler lacks {', '.join(missing)}; it has {', '.join(state_dict)}. It must be"
+                " the state_dict() of a LossScaler or a torch.amp.GradScaler."
+            )
+        rule = ScaleRule(
+            **{field.name: state_dict.get(field.name, getattr(self.rule, field.name)) for field in fields(ScaleRule)}
+        )
+        on_floor = state_dict.get("on_floor", self._on_floor)
+        check_state(state_dict, rule, on_floor)
+        return rule, on_floor
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of a ``LossScaler`` or of a ``torch.amp.GradScaler``.
 
@@ -320,19 +355,9 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        if not state_dict:
+        if state_dict == {}:
             super().load_state_dict(state_dict)  # raises torch's error about an empty state
-        missing = [key for key in _TORCH_KEYS if key not in state_dict]
-        if missing:
-            raise ValueError(
-                f"The checkpoint's loss scaler lacks {', '.join(missing)}; it has {', '.join(state_dict)}. It must be"
-                " the state_dict() of a LossScaler or a torch.amp.GradScaler."
-            )
-        rule = ScaleRule(
-            **{field.name: state_dict.get(field.name, getattr(self.rule, field.name)) for field in fields(ScaleRule)}
-        )
-        on_floor = state_dict.get("on_floor", self._on_floor)
-        check_state(state_dict, rule, on_floor)
+        rule, on_floor = self.checked_settings(state_dict)
         self._min_scale, self._max_scale, self._on_floor = rule.min_scale, rule.max_scale, on_floor
         self._hysteresis, self._hysteresis_refill = rule.hysteresis, rule.hysteresis_refill
         # The scale is a float32 number and the bounds need not be.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api, private_tensor_api
 from lightning_mp.gradients import gradient_ops
 
 GradientsBeforeBackward = Mapping[Optimizer, Mapping[Tensor, tuple[Tensor, int]]]
@@ -17,9 +17,9 @@ def gradients_before_backward(
     scaler: "torch.amp.GradScaler", optimizers: Sequence[Optimizer], known: GradientsBeforeBackward
 ) -> GradientsBeforeBackward:
     """Before a backward: the gradients that steps of this batch have left, to distinguish new ones from them."""
-    if not private_api.has_stepped(scaler):
+    if not private_optimizer_api.has_stepped(scaler):
         return known
-    new = (o for o in optimizers if o not in known and private_api.has_stepped(scaler, o))
+    new = (o for o in optimizers if o not in known and private_optimizer_api.has_stepped(scaler, o))
     return {**known, **{optimizer: _gradients_of(optimizer) for optimizer in new}}
 
 
@@ -37,10 +37,10 @@ def update_scale(
     be an optimizer that has stepped in this batch, and then seen another backward.
     """
     waiting = list(dict.fromkeys(p for optimizer in optimizers for p in _waiting(scaler, optimizer, left)))
-    before = private_api.grad_scaler_scale(scaler)
+    before = private_optimizer_api.grad_scaler_scale(scaler)
     before = before.clone() if before is not None else None
     scaler.update()
-    now = private_api.grad_scaler_scale(scaler)
+    now = private_optimizer_api.grad_scaler_scale(scaler)
     if waiting and before is not None and now is not None:
         gradient_ops.multiply_(gradient_ops.local_shards(waiting), now / before)
 
@@ -48,7 +48,7 @@ def update_scale(
 def _waiting(scaler: "torch.amp.GradScaler", optimizer: Optimizer, left: GradientsBeforeBackward) -> list[Tensor]:
     """The parameters whose gradients no step has used yet."""
     with_gradient = gradient_ops.parameters_with_gradient(optimizer)
-    if not private_api.has_stepped(scaler, optimizer):
+    if not private_optimizer_api.has_stepped(scaler, optimizer):
         return with_gradient
     if optimizer not in left:
         return []  # no backward has come since the step
@@ -62,4 +62,4 @@ def _is_left(parameter: Tensor, left: Mapping[Tensor, tuple[Tensor, int]]) -> bo
 
 def _version(gradient: Tensor) -> int:
     # FSDP2 adds to the local part of a gradient.
-    return private_api.version_of(gradient if gradient.is_sparse else gradient_ops.local_shard(gradient))
+    return private_tensor_api.version_of(gradient if gradient.is_sparse else gradient_ops.local_shard(gradient))

@@ -26,7 +26,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api, private_trainer_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
@@ -130,7 +130,7 @@ class StepOutcomeDispatcher:
         )
         self._frequency = LearningRateFrequency(trainer, lambda: self.skipped_steps)
         self._averaging = SkippedStepAveragingGuard(trainer, self.flush_pending, lambda: self.skipped_steps)
-        self._profiler = private_api.profiler_of(trainer)
+        self._profiler = private_trainer_api.profiler_of(trainer)
         self._callbacks: list[Callback] = []
         self._asking: list[Callback] = []
         self._idle_steps = 0
@@ -153,7 +153,7 @@ class StepOutcomeDispatcher:
 
     def flush_before_saving(self, optimizer: Optimizer) -> None:
         """Settles the last outcome before this optimizer's state goes into a checkpoint."""
-        private_api.make_room_for_hooks(optimizer)
+        private_optimizer_api.make_room_for_hooks(optimizer)
         handle = optimizer.register_state_dict_pre_hook(lambda _: self.flush_pending())
         Patches.of(self._trainer).at_end(handle.remove)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.optimizer_step.gradient_observers import overrides
 

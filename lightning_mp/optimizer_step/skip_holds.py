@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core.patches import Patch, Patches
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 
 
 class _SchedulerSnapshot:

@@ -9,9 +9,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 from lightning_mp.core.patches import Patch, Patches
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum_is_missing
 from lightning_mp.gradients.replication import GradientReplication, gradient_replication
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
@@ -125,7 +125,7 @@ class StockPluginObserver:
             nonlocal scale, guard
             result = closure()
             self._dispatcher.flush_pending()
-            current = private_api.grad_scaler_scale(scaling) if scaling is not None else None
+            current = private_optimizer_api.grad_scaler_scale(scaling) if scaling is not None else None
             scale = current.clone() if current is not None else None
             if guard is not None:
                 raise several_evaluations(optimizer)
@@ -137,7 +137,7 @@ class StockPluginObserver:
         handle = optimizer.register_step_pre_hook(
             lambda stepping, *_: flags.append(getattr(stepping, "found_inf", None))
         )
-        clipping = private_api.replace_clipping(
+        clipping = private_optimizer_api.replace_clipping(
             self._trainer.precision_plugin,
             lambda *args, **kwargs: _clip(guard, partial(clipping.original, *args, **kwargs)),
         )

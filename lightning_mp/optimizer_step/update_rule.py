@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_mp.core.private_api import amp_update_scale_
+from lightning_mp.core.private_optimizer_api import amp_update_scale_
 
 OnFloor = Literal["raise", "warn", "ignore"]
 

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import LBFGS, Muon, Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 from lightning_mp.core.messages import listed
 from lightning_mp.optimizers.matrix_blocks import BLOCKS, refuse_unknown_blocks
 from lightning_mp.optimizers.sharded_muon import needs_own_step, sharded_step
@@ -89,7 +89,7 @@ class JointOptimizer(Optimizer):
     # torch's protocol: GradScaler and fused kernels look for an attribute of this name.
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return all(private_api.supports_amp_scaling(optimizer) for optimizer in self.optimizers)
+        return all(private_optimizer_api.supports_amp_scaling(optimizer) for optimizer in self.optimizers)
 
     def refuse_unassigned_parameters(self, module: nn.Module) -> None:
         """Refuses a module with trainable parameters that no optimizer has.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 from lightning_mp.optimizers.joint import JointOptimizer
 
 _CLASS = "tensor_subclass"
@@ -41,7 +41,7 @@ def save_plain_tensors(optimizer: Optimizer) -> None:
     if optimizer in _hooked or not _parts_of_torchao(optimizer):
         return
     _hooked.add(optimizer)
-    private_api.make_room_for_hooks(optimizer)
+    private_optimizer_api.make_room_for_hooks(optimizer)
     optimizer.register_state_dict_post_hook(_save)
     optimizer.register_load_state_dict_pre_hook(_load)
 

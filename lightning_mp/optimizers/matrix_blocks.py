@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.checkpoints.fused_qkv import FusedOrder
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 
 #: The setting of a parameter group whose weights are orthogonalised by blocks. Its value is a :data:`Blocks`.
 BLOCKS = "blocks"
@@ -63,12 +63,12 @@ def _ranges(chosen: Tensor) -> Ranges:
 def orthogonalized(whole: Tensor, group: Mapping[str, Any]) -> Tensor:
     """A whole matrix after Muon's iteration, or its blocks after one each."""
     if BLOCKS not in group:
-        return private_api.orthogonalized(whole, group)
+        return private_optimizer_api.orthogonalized(whole, group)
     dim, blocks = group[BLOCKS]
     result: Tensor | None = None
     for ranges in blocks:
         block = torch.cat([whole.narrow(dim, start, end - start) for start, end in ranges], dim)
-        block = private_api.orthogonalized(block, group)
+        block = private_optimizer_api.orthogonalized(block, group)
         result = torch.empty_like(whole, dtype=block.dtype) if result is None else result
         position = 0
         for start, end in ranges:
@@ -82,13 +82,13 @@ def learning_rates(group: Mapping[str, Any], shape: torch.Size) -> list[tuple[fl
     """The rates that Muon takes for a matrix of this shape, and for which ranges of which dimension each is."""
     lr, adjust = float(group["lr"]), group["adjust_lr_fn"]
     if BLOCKS not in group:
-        return [(private_api.muon_learning_rate(lr, adjust, shape), 0, ((0, shape[0]),))]
+        return [(private_optimizer_api.muon_learning_rate(lr, adjust, shape), 0, ((0, shape[0]),))]
     dim, blocks = group[BLOCKS]
     rates: dict[float, Ranges] = {}
     for ranges in blocks:
         block = list(shape)
         block[dim] = sum(end - start for start, end in ranges)
-        rate = private_api.muon_learning_rate(lr, adjust, torch.Size(block))
+        rate = private_optimizer_api.muon_learning_rate(lr, adjust, torch.Size(block))
         rates[rate] = (*rates.get(rate, ()), *ranges)
     if len(rates) == 1:
         return [(rate, dim, ((0, shape[dim]),)) for rate in rates]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.modules.norms import BATCH_NORMS
 from lightning_mp.optimizers.joint import JointOptimizer
 

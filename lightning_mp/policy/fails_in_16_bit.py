@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_mp.core.messages import place_in, users_call
-from lightning_mp.core.private_api import autocast_knows
+from lightning_mp.core.private_dispatch_api import autocast_knows
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy.operations import FAMILIES, KNOWN_OPERATIONS, functions_of
 

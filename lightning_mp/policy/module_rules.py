@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.modules.forward_wrapper import WrappedForwards, takes_hooks
 from lightning_mp.modules.names import named_modules
@@ -105,7 +105,7 @@ def run_opaque(forward: Callable[..., Any], scope: PolicyScope, *args: Any, **kw
     """Runs a module's forward as one operation: no rule reaches what it calls."""
     if scope.low is None:
         return forward(*args, **kwargs)
-    with private_api.without_function_modes():
+    with private_dispatch_api.without_function_modes():
         return forward(*args, **kwargs)
 
 

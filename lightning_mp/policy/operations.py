@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_mp.core.private_api import autocast_knows
+from lightning_mp.core.private_dispatch_api import autocast_knows
 
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -179,10 +179,9 @@ class AutocastPrecision(FullWeightsPrecision):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _steps_in(self, loop: str) -> AbstractContextManager[None]:
-        """Autocast, with the policy in force; evaluation may have outputs in fp32."""
-        steps = super()._steps_in(loop)
-        return steps if self._eval_outputs is None or loop == "train" else self._eval_outputs.of_a_step(steps)
+    def _evaluation_steps(self, steps: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """With outputs in fp32, if they are requested."""
+        return steps if self._eval_outputs is None else self._eval_outputs.of_a_step(steps)
 
     def autocast_context_manager(self) -> torch.autocast:
         """Autocast, with torch's weight cache if ``cache_weights`` is on."""

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.messages import listed
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.fails_in_16_bit import refused_by
@@ -74,7 +74,7 @@ class AutocastRun:
                     yield
                 return
             # torch makes a class for every patch, so one is kept; a context inside of another one has its own.
-            compiled, self._compiled = self._compiled or private_api.backward_outside_autocast(), None
+            compiled, self._compiled = self._compiled or private_dispatch_api.backward_outside_autocast(), None
             try:
                 with compiled, torch.autocast(self._device_type, dtype, cache_enabled=self._cache_weights), policy:
                     yield

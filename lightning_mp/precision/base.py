@@ -22,12 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.checkpoints.former_masters import take_masters, warn_about_rounded_weights
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 from lightning_mp.core.bar_messages import keep_messages_off_the_bar
 from lightning_mp.core.foreign_trainers import no_trainer, trainer_of
 from lightning_mp.core.namespace_hint import namespace_hint
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
+from lightning_mp.core.saved_state import COUNT, MAPPING, TEXT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.distributed.process_groups import num_data_ranks
@@ -37,7 +38,7 @@ from lightning_mp.modules.compiled_names import COMPILED_PREFIX
 from lightning_mp.optimizer_step.bypassed_steps import check_step_past_the_plugin, holds_parameters_of, with_wrapped
 from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
-from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE
+from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE, check_saved_scaler
 from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards
@@ -54,6 +55,7 @@ _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
 _PRECISION_KEY = "lightning_mp_precision"
 _WEIGHTS_KEY = "lightning_mp_loss_weights"
+_SAVED = {_SKIPPED_STEPS_KEY: COUNT, _PRECISION_KEY: TEXT, _WEIGHTS_KEY: MAPPING}
 
 
 @dataclass(eq=False)
@@ -199,7 +201,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             self._warn_if_nothing_trains(optimizers)
             if self.scaler is not None:
                 # An earlier run may have ended between `unscale_` and `update`.
-                private_api.forget_optimizers(self.scaler)
+                private_optimizer_api.forget_optimizers(self.scaler)
                 run.backwards = ScaledBackwards.of(run.trainer, self, self.scaler)
             run.ends.callback(register_optimizer_step_pre_hook(self._notice_step).remove)  # also of inner optimizers
             run.dispatcher = StepOutcomeDispatcher(run.trainer, run.trainer.lightning_module).attach(optimizers)
@@ -340,8 +342,14 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Autocast, with the policy in force; only autocast after a run."""
         autocast = self._autocast
         if autocast is None:
-            return self._steps_after_a_run(loop)
-        return autocast.forward(autocast.dtype if loop == "train" else autocast.eval_dtype)
+            steps = self._steps_after_a_run(loop)
+        else:
+            steps = autocast.forward(autocast.dtype if loop == "train" else autocast.eval_dtype)
+        return steps if loop == "train" else self._evaluation_steps(steps)
+
+    def _evaluation_steps(self, steps: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """The context of an evaluation's steps, made of that of its forward."""
+        return steps
 
     def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
         raise NotImplementedError
@@ -461,7 +469,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         left: GradientsBeforeBackward = {}
         if run is not None:
             left, run.gradients_before_backward = run.gradients_before_backward, left
-        if private_api.has_stepped(self.scaler):
+        if private_optimizer_api.has_stepped(self.scaler):
             update_scale(self.scaler, run.trainer.optimizers if run is not None else [], left)
 
     # -- clipping ------------------------------------------------------------------------------------------------------
@@ -499,48 +507,54 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Reads the scaler's state from where the stock plugins keep it, if there is none of ours.
 
         Raises:
-            ValueError: if the checkpoint was written with another optimizer.
+            ValueError: if the checkpoint was written with another optimizer, or holds values that no plugin writes.
         """
         run = self._run
+        saved_kinds = {key: kind for key, kind in _SAVED.items() if key in checkpoint}
+        checked_state(checkpoint, saved_kinds, type(self).__name__)
+        scale_keys = [key for key in (type(self).__qualname__, *_STOCK_STATE_KEYS) if key in checkpoint]
+        if self.scaler is not None and scale_keys:
+            check_saved_scaler(self.scaler, checkpoint[scale_keys[0]])
         optimizers, strategy = run.trainer.optimizers, run.trainer.strategy
         if "optimizer_states" in checkpoint and optimizers:
             join_saved_states(checkpoint, optimizers)
             # Strategies that restore after their set-up have split parameters, and so optimizers, into parts.
             whole = not strategy.restore_checkpoint_after_setup
             refuse_other_optimizers(checkpoint["optimizer_states"], optimizers, counts_parameters=whole)
-        self._read_former_masters(checkpoint)
+        masters = self._former_masters(checkpoint)
+        controller = AccumulationController.of(run.trainer)
+        weights = checkpoint.get(_WEIGHTS_KEY)
+        if controller is not None and weights is not None:
+            controller.continue_from(weights)
+        self._carry(loss_weights=weights)
+        for parameter, master in masters.items():
+            parameter.data.copy_(master)
         saved = checkpoint.get(_PRECISION_KEY, self.precision)
         if saved != self.precision:
             rank_zero_info(
                 f"{type(self).__name__}({self.precision!r}) resumes a run in {saved!r}: weights and optimizer state are"
                 " converted, so results differ from those of that run."
             )
-        controller = AccumulationController.of(run.trainer)
-        weights = checkpoint.get(_WEIGHTS_KEY)
-        self._carry(loss_weights=weights)
-        if controller is not None and weights is not None:
-            controller.continue_from(weights)
         if run.dispatcher is not None:
             run.dispatcher.skipped_steps = checkpoint.get(_SKIPPED_STEPS_KEY, 0)
-        if self.scaler is None or type(self).__qualname__ in checkpoint:
-            return  # Lightning hands a plugin its own state
-        for key in _STOCK_STATE_KEYS:
-            if key in checkpoint:
-                self.load_state_dict(checkpoint[key])
-                return
-        rank_zero_warn(
-            f"{type(self).__name__}: the checkpoint holds no loss scale, so the scale starts again at"
-            f" {self.scaler.get_scale():g}. That is expected if the run had another precision."
-        )
+        if self.scaler is None:
+            return
+        if not scale_keys:
+            rank_zero_warn(
+                f"{type(self).__name__}: the checkpoint holds no loss scale, so the scale starts again at"
+                f" {self.scaler.get_scale():g}. That is expected if the run had another precision."
+            )
+        elif scale_keys[0] in _STOCK_STATE_KEYS:  # Lightning hands a plugin its own state
+            self.load_state_dict(checkpoint[scale_keys[0]])
 
-    def _read_former_masters(self, checkpoint: dict[str, Any]) -> None:
+    def _former_masters(self, checkpoint: dict[str, Any]) -> dict[Tensor, Tensor]:
         """Strategies that restore after their set-up have read them, if they can, as part of the weights."""
         strategy = self._run.trainer.strategy
         if not strategy.restore_checkpoint_after_setup:
-            for parameter, master in take_masters(checkpoint, self._run.trainer.optimizers).items():
-                parameter.data.copy_(master)
-        elif not isinstance(strategy, ModelParallelStrategy) or type(strategy) is ModelParallelStrategy:
+            return take_masters(checkpoint, self._run.trainer.optimizers)
+        if not isinstance(strategy, ModelParallelStrategy) or type(strategy) is ModelParallelStrategy:
             warn_about_rounded_weights(checkpoint)
+        return {}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Writes the scaler's state where the stock plugins look for it, too, and how many steps were skipped."""

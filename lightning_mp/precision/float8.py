@@ -8,7 +8,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.float8_gains import SMALLEST_GAIN, UNCOMPILED_FP8
 from lightning_mp.modules.stage_placeholder import full_model
@@ -199,7 +199,7 @@ class Float8Precision(FullWeightsPrecision):
         conversion = convert_to_float8(self.layers, self._config)
         owner = f"Float8Precision({self.recipe!r}{', emulate=True' if self.emulate else ''})"
         rank_zero_info(f"{owner}: {summarise_float8_layers(self.layers)}.")
-        if not any(private_api.holds_compiled_code(part) for part in module.modules()):
+        if not any(private_dispatch_api.holds_compiled_code(part) for part in module.modules()):
             rank_zero_info(f"{owner}: {UNCOMPILED_FP8}")
         return conversion
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.accumulation.boundary import repeated_losses
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api, private_trainer_api
 from lightning_mp.gradients.fused_optimizers import (
     applies_grad_scale,
     fused_step,
@@ -74,7 +74,7 @@ class StepPlan:
             in_kernel=applies_grad_scale(optimizer),
             may_evaluate=not evaluates_its_closure_once(type(optimizer)),
             frees_gradients=model.automatic_optimization
-            and not needs_old_gradients(private_api.callbacks_of(trainer), model, optimizer),
+            and not needs_old_gradients(private_trainer_api.callbacks_of(trainer), model, optimizer),
         )
 
     def loss_scale(self) -> tuple[torch.Tensor | None, list[torch.Tensor] | None]:
@@ -82,12 +82,12 @@ class StepPlan:
         scaler = self.scaler
         if scaler is None:
             return None, None
-        scale = private_api.grad_scaler_scale(scaler)
+        scale = private_optimizer_api.grad_scaler_scale(scaler)
         if scale is None:
             # This rank has not scaled a loss yet, and others may have: all of them need the same scale.
-            private_api.make_grad_scale(scaler, self.model.device)
-            scale = private_api.grad_scaler_scale(scaler)
-        is_unscaled = private_api.has_unscaled(scaler)
+            private_optimizer_api.make_grad_scale(scaler, self.model.device)
+            scale = private_optimizer_api.grad_scaler_scale(scaler)
+        is_unscaled = private_optimizer_api.has_unscaled(scaler)
         return scale, found_by_unscaling(scaler, self.optimizer, self.model) if is_unscaled else None
 
 
@@ -132,7 +132,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     plan, model, trainer = step.plan, step.plan.model, step.plan.model.trainer
     controller = plan.controller
     scale, unscaled_found = plan.loss_scale()
-    consumers = gradient_consumers(private_api.callbacks_of(trainer), model, trainer.global_step)
+    consumers = gradient_consumers(private_trainer_api.callbacks_of(trainer), model, trainer.global_step)
     totals = controller.window_totals(model.device) if controller is not None else None
     found_inf = plan.backwards.found_inf(plan.optimizer) if plan.backwards is not None else ()
     has_scaled = plan.backwards.has_scaled(plan.optimizer) if plan.backwards is not None else None
@@ -159,11 +159,11 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
         step._gradients_may_have_changed = consumers == "writers"
         epilogue.make_true()
         if plan.scaler is not None:
-            private_api.set_unscaled(plan.scaler, plan.optimizer, epilogue.found_inf)
-        private_api.call_before_optimizer_step_hooks(model, plan.optimizer)
+            private_optimizer_api.set_unscaled(plan.scaler, plan.optimizer, epilogue.found_inf)
+        private_optimizer_api.call_before_optimizer_step_hooks(model, plan.optimizer)
         step._clips_last = not clips_by_itself(model)
-        private_api.clip_through_module(plan.plugin, model, plan.optimizer)
-        if plan.scaler is not None and private_api.has_stepped(plan.scaler, plan.optimizer):
+        private_optimizer_api.clip_through_module(plan.plugin, model, plan.optimizer)
+        if plan.scaler is not None and private_optimizer_api.has_stepped(plan.scaler, plan.optimizer):
             raise RuntimeError(
                 "step() has already been called since the last update(): scaler.step was called by a hook that runs"
                 " before the optimizer's step. Leave it out; the step is taken after the hooks."
@@ -214,10 +214,10 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     if plan.scaler is None:
         return output
     if not epilogue.parameters and not epilogue.anyone_has_gradients():
-        private_api.forget_optimizers(plan.scaler, [optimizer])
+        private_optimizer_api.forget_optimizers(plan.scaler, [optimizer])
         return output
     found_inf = overflow if step.has_no_items is not None else epilogue.found_inf
-    private_api.record_found_inf(plan.scaler, optimizer, found_inf)
+    private_optimizer_api.record_found_inf(plan.scaler, optimizer, found_inf)
     if plan.model.automatic_optimization:
         try:
             plan.scaler.update()

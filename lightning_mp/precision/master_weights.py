@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.core import private_dispatch_api, private_sharding_api
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.messages import ABOUT_DTYPES
 from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.core.precisions import MASTER_DTYPES
+from lightning_mp.core.saved_state import TEXT, checked_state, listed_of
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
@@ -299,12 +300,13 @@ class MasterWeightsPrecision(GradientStepPrecision):
             self._split_weights = [name for name, parameter in named if run.compressed.splits(parameter)]
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Loads the scaler's state."""
+        """Loads the scaler's state, and which weights are split between steps."""
+        names = checkpoint.get(_SPLIT_KEY, [])
+        checked_state({_SPLIT_KEY: names}, {_SPLIT_KEY: listed_of(TEXT)}, type(self).__name__)
         super().on_load_checkpoint(checkpoint)
         if self._compressed is not None:
-            names = set(checkpoint.get(_SPLIT_KEY, ()))
             named = self._run.trainer.lightning_module.named_parameters()
-            self._compressed.expect_split(parameter for name, parameter in named if name in names)
+            self._compressed.expect_split(parameter for name, parameter in named if name in set(names))
 
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
@@ -338,7 +340,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         module = self._run.trainer.lightning_module
         is_trusted = loop == "train" and module.automatic_optimization and self._step is None
         # torch.compile(LightningModule) compiles steps, and what these call is no call of a module any more.
-        whole = lent.lending(module) if private_api.has_compiled_steps(module) else nullcontext()
+        whole = lent.lending(module) if private_dispatch_api.has_compiled_steps(module) else nullcontext()
         with lent.opened(trusted=is_trusted), whole:
             yield
 

@@ -14,9 +14,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.core import private_loop_api, private_sharding_api
+from lightning_mp.core import private_sharding_api, private_trainer_api
 from lightning_mp.core.messages import ABOUT_DTYPES
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.preflight_checks.checks import check_everything
 from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
@@ -57,7 +57,7 @@ class TrainerInspection:
             data,
             self._module,
             data_ranks=data_ranks_of(self._trainer),
-            shards_samples=private_loop_api.uses_distributed_sampler(self._trainer),
+            shards_samples=private_trainer_api.uses_distributed_sampler(self._trainer),
             trainer=StandInTrainer(self._trainer, {}),
         )
 
@@ -193,7 +193,7 @@ class TrainerInspection:
         if isinstance(strategy, SingleDeviceStrategy):
             return samples
         if isinstance(strategy, DDPStrategy):
-            views = bool(private_loop_api.ddp_arguments(strategy).get("gradient_as_bucket_view"))
+            views = bool(private_trainer_api.ddp_arguments(strategy).get("gradient_as_bucket_view"))
             return under_ddp(samples, gradients_are_views=views and not is_window)
         ranks = data_ranks_of(self._trainer)
         if isinstance(strategy, FSDPStrategy):

@@ -13,9 +13,10 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
 
 from lightning_mp.accumulation.schedule import Progress, estimate_steps
-from lightning_mp.core import private_loop_api
+from lightning_mp.core import private_trainer_api
 from lightning_mp.core.precisions import PRECISIONS, PrecisionSpec, find_precision
-from lightning_mp.core.private_api import callbacks_of, holds_compiled_code
+from lightning_mp.core.private_dispatch_api import holds_compiled_code
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.flops.device_traits import DeviceTraits, find_device, named_device
 from lightning_mp.modules.compiled_names import translated_names
@@ -219,10 +220,10 @@ def run_of(trainer: "pl.Trainer", module: "pl.LightningModule", data: FoundData 
         window_lengths=lengths,
         data_ranks=data_ranks_of(trainer),
         clip_value=trainer.gradient_clip_val,
-        detects_anomalies=private_loop_api.detects_anomalies(trainer),
+        detects_anomalies=private_trainer_api.detects_anomalies(trainer),
         is_manual=not module.automatic_optimization,
         needs_all_gradients=isinstance(strategy, DDPStrategy)
-        and not private_loop_api.ddp_arguments(strategy).get("find_unused_parameters", False),
+        and not private_trainer_api.ddp_arguments(strategy).get("find_unused_parameters", False),
     )
 
 

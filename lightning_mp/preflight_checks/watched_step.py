@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from lightning_mp.core import private_api, private_loop_api
+from lightning_mp.core import private_dispatch_api, private_trainer_api
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
 from lightning_mp.core.random_state import random_state_kept
@@ -89,7 +89,7 @@ def attach_stand_in(module: nn.Module, trainer: StandInTrainer) -> None:
             stand_in: Any = trainer
             part.trainer = stand_in
             # Where stand-ins of tensors are; what is made with device=self.device is combined with them.
-            private_loop_api.set_device_property(part, torch.device("cpu"))
+            private_trainer_api.set_device_property(part, torch.device("cpu"))
             for name in ("log", "log_dict", "print"):
                 setattr(part, name, _do_nothing)
             part.all_gather = lambda data, *_, **__: data  # type: ignore[method-assign]
@@ -120,7 +120,7 @@ _OF_ONE_DTYPE = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten.
 
 
 class OperationNotes:
-    """Sees every operation, as :func:`lightning_mp.core.private_api.observe_dispatch` shows them.
+    """Sees every operation, as :func:`lightning_mp.core.private_dispatch_api.observe_dispatch` shows them.
 
     Where a checkpoint restores the random state for what it runs again, as it should, random operations see states
     that they saw in the forward. Fake tensors draw none, so each random operation moves the generator here.
@@ -359,7 +359,7 @@ class WatchedStep:
         for parameter in learning:
             parameter.grad = torch.empty_like(parameter)
         notes = OperationNotes()
-        with private_api.observe_dispatch(notes.after_operation):
+        with private_dispatch_api.observe_dispatch(notes.after_operation):
             for optimizer in self._optimizers:
                 self.copy.configure_gradient_clipping(optimizer, value, self._trainer.gradient_clip_algorithm)
         for parameter in learning:
@@ -369,7 +369,7 @@ class WatchedStep:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def _step(self, stack: ExitStack, copy: Any, batch: Any) -> Any:
-        stack.enter_context(private_api.observe_dispatch(self._notes.after_operation))
+        stack.enter_context(private_dispatch_api.observe_dispatch(self._notes.after_operation))
         if not self._is_set_up:
             for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
                 if _is_overridden(copy, name):

@@ -23,7 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_mp.core import private_loop_api
+from lightning_mp.core import private_resume_api
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.saved_state import COUNT, FLAG, MAPPING, Kind, checked_state, or_none
 from lightning_mp.resume.random_numbers import RANDOM_STATE, captured, restore
@@ -73,7 +73,7 @@ class LoaderPosition:
     ) -> None:
         self._loader, self._data_rank, self._num_data_ranks = loader, data_rank, num_data_ranks
         self._when_unrepeatable = when_unrepeatable
-        self.sampler = private_loop_api.index_sampler(loader)
+        self.sampler = private_resume_api.index_sampler(loader)
         self._iterator: Any = None
         self._iteration = 0
         self._start: dict[str, Any] | None = None
@@ -103,14 +103,14 @@ class LoaderPosition:
         making = patches.replace(loader, "_get_iterator", get_iterator)
         patches.replace(loader, "state_dict", self.state_dict)
         patches.replace(loader, "load_state_dict", self.load_state_dict)
-        patches.at_end(private_loop_api.replace_index_sampler(loader, _RecordedIndices(self)))
+        patches.at_end(private_resume_api.replace_index_sampler(loader, _RecordedIndices(self)))
         patches.at_end(self._forget)  # workers end with their iterator
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values."""
-        yielded = private_loop_api.batches_yielded(self._iterator) if self._iterator is not None else 0
+        yielded = private_resume_api.batches_yielded(self._iterator) if self._iterator is not None else 0
         batches = self._skipped + yielded
         last = next((indices for number, indices in self._handed_out if number == batches - 1), None)
         return {

@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_mp.core import private_loop_api
+from lightning_mp.core import private_resume_api, private_trainer_api
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import Kind, checked_state
 
@@ -100,7 +100,7 @@ class ResumableProgress(Callback):
 
         def process(dataloader: object) -> object:
             processed = patch.original(dataloader)
-            private_loop_api.set_sampler_epoch(trainer, processed)
+            private_resume_api.set_sampler_epoch(trainer, processed)
             return processed
 
         def begin(states: list[dict[str, Any]]) -> None:
@@ -115,9 +115,9 @@ class ResumableProgress(Callback):
                     patches.around(
                         callback, name, partial(self._tune, trainer, True), partial(self._tune, trainer, False)
                     )
-        private_loop_api.before_loader_states(trainer, partial(self._forget_loader_states, trainer))
+        private_resume_api.before_loader_states(trainer, partial(self._forget_loader_states, trainer))
         patch = patches.replace(trainer.strategy, "process_dataloader", process)
-        private_loop_api.before_first_fetch(trainer, begin)
+        private_resume_api.before_first_fetch(trainer, begin)
 
     @property
     def is_tuning(self) -> bool:
@@ -131,7 +131,7 @@ class ResumableProgress(Callback):
     def _forget_loader_states(self, trainer: "pl.Trainer") -> None:
         """A finder's trials have loaders of their own, and those afterwards begin anew, as in Lightning."""
         if self.is_tuning:
-            private_loop_api.forget_loader_states(trainer)
+            private_resume_api.forget_loader_states(trainer)
 
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
@@ -141,28 +141,28 @@ class ResumableProgress(Callback):
         if trainer.state.fn == TrainerFn.FITTING and made_in is not None and not self.is_tuning:
             kind = Kind("two epochs", lambda value: isinstance(value, list) and len(value) == 2)
             made_in = checked_state({"epochs": made_in}, {"epochs": kind}, "the loaders")["epochs"]
-            private_loop_api.make_loaders_of(trainer, made_in)
+            private_resume_api.make_loaders_of(trainer, made_in)
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends the batch and the epoch that a checkpoint was written after."""
         fit = self._fit
-        private_loop_api.load_late_states(trainer)
-        if private_loop_api.end_resumed_epoch(trainer):
+        private_resume_api.load_late_states(trainer)
+        if private_resume_api.end_resumed_epoch(trainer):
             fit.at_start = []  # the next epoch begins anew
-        private_loop_api.end_resumed_batch(trainer)
+        private_resume_api.end_resumed_batch(trainer)
         goes_back = saves_on_exception(trainer)
 
-        if goes_back or private_loop_api.fetches_ahead(trainer):
+        if goes_back or private_resume_api.fetches_ahead(trainer):
             fit.before_fetches.append(fit.at_start)
 
         def keep(states: list[dict[str, Any]]) -> None:
             fit.before_fetches.append(deepcopy(states))  # a loader may return an object that its next fetch changes
 
-        private_loop_api.before_each_fetch(trainer, keep, always=goes_back)
+        private_resume_api.before_each_fetch(trainer, keep, always=goes_back)
 
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Lets ``ReduceLROnPlateau`` see the metric of a resumed epoch."""
-        private_loop_api.end_restart(trainer)
+        private_resume_api.end_restart(trainer)
 
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
@@ -174,11 +174,11 @@ class ResumableProgress(Callback):
         fit = self._fit
         if fit.is_tuning:
             return
-        checkpoint[_LOADERS_KEY] = private_loop_api.loaders_made_in(trainer)
+        checkpoint[_LOADERS_KEY] = private_resume_api.loaders_made_in(trainer)
         skip_started_epoch(progress)
         reopen_epoch(progress, num_batches=trainer.num_training_batches)
         fetched = batches_to_do_again(trainer, progress)
-        if _is_in_work(progress) and not private_loop_api.is_accumulating(trainer):
+        if _is_in_work(progress) and not private_trainer_api.is_accumulating(trainer):
             # Lightning counts the step of a batch that was in work when it continues, and again when it has made it.
             progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
         # Where the run ended with a validation, Lightning ends that batch again when it continues, and counts its step.
@@ -190,9 +190,9 @@ class ResumableProgress(Callback):
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the loaders' states, which Lightning resets after this."""
         fit = self._fit
-        fit.ends_with_validation = private_loop_api.is_validation_due(trainer)
-        fetches_ahead = private_loop_api.fetches_ahead(trainer) and fit.before_fetches
-        fit.at_end = fit.before_fetches[-1] if fetches_ahead else deepcopy(private_loop_api.loader_states(trainer))
+        fit.ends_with_validation = private_resume_api.is_validation_due(trainer)
+        fetches_ahead = private_resume_api.fetches_ahead(trainer) and fit.before_fetches
+        fit.at_end = fit.before_fetches[-1] if fetches_ahead else deepcopy(private_resume_api.loader_states(trainer))
 
 
 def saves_on_exception(trainer: "pl.Trainer") -> bool:
@@ -205,7 +205,7 @@ def saves_on_exception(trainer: "pl.Trainer") -> bool:
 
 def batches_to_do_again(trainer: "pl.Trainer", progress: Mapping[str, Any]) -> int:
     """Batches that were fetched and are not done: the one in work, and one that is fetched ahead."""
-    return _is_in_work(progress) + private_loop_api.fetches_ahead(trainer)
+    return _is_in_work(progress) + private_resume_api.fetches_ahead(trainer)
 
 
 def _is_in_work(progress: Mapping[str, Any]) -> bool:

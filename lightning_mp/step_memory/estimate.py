@@ -183,11 +183,7 @@ def estimate_memory(
     window = _window(module, accumulate_grad_batches)
     if sync not in get_args(GradientSync):
         raise ValueError(f"`sync` {sync!r} is not known. Use one of {', '.join(get_args(GradientSync))}.")
-    of_name = PrecisionPolicy.default() if row.master_bytes and isinstance(precision, str) else None
-    rules = policy if policy is not None else getattr(precision, "policy", of_name)
-    if rules is not None and not (row.autocast or row.master_bytes):
-        raise ValueError(f"`policy` needs a precision that has one, got {row.name!r}. Use bf16-mixed, or leave it out.")
-    chosen = rules if rules is None or isinstance(rules, PrecisionPolicy) else PrecisionPolicy(rules)
+    chosen = _policy(policy, precision, row)
     samples = simulate_step(
         module,
         batch,
@@ -213,6 +209,17 @@ def estimate_memory(
     return MemoryEstimate(
         samples=tuple(samples), precision=row.name, strategy=strategy, ranks=ranks, device_type=device_type
     )
+
+
+def _policy(
+    policy: PrecisionPolicy | Mapping[str, str] | None, precision: object, row: PrecisionSpec
+) -> PrecisionPolicy | None:
+    """The rules to estimate with: those given, those of the plugin, or the default of a precision by name."""
+    of_name = PrecisionPolicy.default() if row.master_bytes and isinstance(precision, str) else None
+    rules = policy if policy is not None else getattr(precision, "policy", of_name)
+    if rules is not None and not (row.autocast or row.master_bytes):
+        raise ValueError(f"`policy` needs a precision that has one, got {row.name!r}. Use bf16-mixed, or leave it out.")
+    return rules if rules is None or isinstance(rules, PrecisionPolicy) else PrecisionPolicy(rules)
 
 
 def _window(module: nn.Module, accumulate_grad_batches: int | None) -> int:

@@ -92,7 +92,7 @@ class LiveStorages:
         self._never_cast.update(id(tensor.untyped_storage()) for tensor in _with_storage(tensors))
 
     def after_operation(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """For ``private_api.observe_dispatch``: what an operation has made, and how much is alive now."""
+        """For ``private_dispatch_api.observe_dispatch``: what an operation has made, and how much is alive now."""
         is_cast = operation.overloadpacket.__name__ == "_to_copy"
         for tensor in _with_storage(tensors_in(result)):
             if id(tensor.untyped_storage()) in self._known:

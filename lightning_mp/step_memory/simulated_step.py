@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import CAST_DTYPES, HALF_DTYPES, PrecisionSpec
@@ -211,7 +211,7 @@ def simulate_step(
     plugins of this package free them before it. With ``is_sharded``, weights that FSDP2 gathers in the format of their
     product are cast nowhere.
     """
-    fake = private_api.FakeTensorMode(allow_non_fake_inputs=True)
+    fake = private_dispatch_api.FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model = StandInModel(module, precision, policy=policy, device_type=device_type)
         inputs = batch_with(batch, model.cast_input)
@@ -230,7 +230,7 @@ def simulate_step(
     with (
         torch.random.fork_rng(enabled=True),
         _without_one_dnn(),
-        private_api.observe_dispatch(live.after_operation),
+        private_dispatch_api.observe_dispatch(live.after_operation),
         fake,
         GroupedProducts(),
         CudaKernels() if device_type == "cuda" else nullcontext(),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
 from lightning_mp.gradients.step_blocks import padded, step_blocks
@@ -189,7 +189,7 @@ class StandInOptimizer:
         if live is not None:
             live.sample()
         observed = (
-            private_api.observe_dispatch(live.after_operation)
+            private_dispatch_api.observe_dispatch(live.after_operation)
             if live is not None and not self._is_fused and not self._is_compiled
             else nullcontext()
         )

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from lightning_mp.checkpoints.fused_qkv import hold_in_rank_order
-from lightning_mp.core import private_api
+from lightning_mp.core import private_tensor_api
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.tensor_parallel.dtensor_edges import local_part, unreduced
 from lightning_mp.tensor_parallel.known_models import Style, class_path
@@ -43,7 +43,7 @@ class SharedInput:
         """What ``make`` has made of the same tensor before, or makes now."""
         if torch.compiler.is_compiling():
             return make()
-        state = private_api.version_of(value), torch.is_grad_enabled()
+        state = private_tensor_api.version_of(value), torch.is_grad_enabled()
         if self._made is None or self._of is None or self._of() is not value or self._state != state:
             self._made, self._of, self._state = make(), weakref.ref(value), state
         return self._made

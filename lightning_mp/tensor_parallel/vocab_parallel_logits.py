@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.tensor_parallel.vocab_parallel_ops import InParts, VocabParallelSplit, run_on_parts
 
 
@@ -29,7 +29,7 @@ class VocabParallelLogits(InParts):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Above autograd: the loss, and functions that do not reach the dispatcher."""
-        with private_api.without_function_subclasses():
+        with private_dispatch_api.without_function_subclasses():
             return _FUNCTIONS.get(func, func)(*args, **kwargs or {})
 
     @classmethod

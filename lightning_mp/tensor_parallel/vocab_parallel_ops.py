@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class InParts(Tensor):
         size, own = list(part.shape), part.stride(dim)
         size[dim] *= split.ranks
         strides = [stride * split.ranks if stride > own else stride for stride in part.stride()]
-        self: Self = private_api.wrapper_tensor(cls, size, strides, part, requires_grad)
+        self: Self = private_dispatch_api.wrapper_tensor(cls, size, strides, part, requires_grad)
         self.part, self.dim_of_vocabulary, self.vocab_split = part, dim, split
         return self
 

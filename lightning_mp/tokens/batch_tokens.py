@@ -25,10 +25,11 @@ _CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 def no_tokens_in(batch: Any, owner: str, otherwise: str = "") -> MisconfigurationException:
     """The refusal of a batch whose tokens ``owner`` cannot count; ``otherwise`` is what else ``count=`` may give."""
+    keys = f" with the keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
     return MisconfigurationException(
-        f"{owner} cannot count tokens in a batch of type {type(batch).__name__!r}: there is no integer tensor with two"
-        " dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a batch to its number of"
-        f" tokens{otherwise}."
+        f"{owner} cannot count tokens in a batch of type {type(batch).__name__!r}{keys}: there is no integer tensor"
+        " with two dimensions or more at batch['labels'] or batch[1]. Pass count=, a function from a batch to its"
+        f" number of tokens{otherwise}."
     )
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mp.core.saved_tensors import saved_tensor, unchanged
+from lightning_mp.core.saved_tensors import unchanged
 
 #: A float where the host knows it; a scalar tensor where it would have to wait for the device.
 Number = float | Tensor
@@ -229,7 +229,7 @@ class _Walk:
             )
             return
         # What a cross-entropy is divided by: its targets that are not ignored, or the sum of their class weights.
-        value, classes = saved_tensor(node._raw_saved_total_weight), shape[min(1, len(shape) - 1)]
+        value, classes = _saved_tensor(node._raw_saved_total_weight), shape[min(1, len(shape) - 1)]
         if value is not None and value.dtype.itemsize < 4 and node._saved_weight is None:
             total = _targets_of(node)  # 16 bits round a number of targets
         else:
@@ -362,8 +362,17 @@ def _are_scalars(outputs: Any) -> bool:
 
 
 def _targets_of(cross_entropy: Any) -> Number | None:
-    targets = saved_tensor(cross_entropy._raw_saved_target)
+    targets = _saved_tensor(cross_entropy._raw_saved_target)
     return None if targets is None else on_host((targets != cross_entropy._saved_ignore_index).sum())
+
+
+def _saved_tensor(saved: Any) -> Tensor | None:
+    """What a node's ``_raw_saved_*`` holds; None where a hook has packed it, or it is no plain tensor.
+
+    A hook may unpack once only, as in torch's tutorial on saved-tensor hooks.
+    """
+    value = saved.data if saved.unpack_hook is None or saved.unpack_hook is unchanged else None
+    return value if type(value) is Tensor else None
 
 
 def _saved_number(node: Any, name: str) -> Number | None:
@@ -371,7 +380,7 @@ def _saved_number(node: Any, name: str) -> Number | None:
     saved = getattr(node, f"_raw_saved_{name}", None)
     if saved is None:
         return float(getattr(node, f"_saved_{name}"))
-    # As `saved_tensor`, with one Python call less.
+    # As `_saved_tensor`, with one Python call less.
     value = saved.data if saved.unpack_hook is None or saved.unpack_hook is unchanged else None
     return on_host(value) if type(value) is Tensor and value.numel() == 1 else None
 

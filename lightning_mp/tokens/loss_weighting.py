@@ -55,21 +55,20 @@ class Weighting:
         first_batch: Any,
         *,
         shifted: bool,
-        needs_tokens: bool = False,
+        tokens_for: str = "",
         needs_samples: bool = False,
         by_loss: bool = False,
     ) -> "Weighting":
         """The weighting for a run: "auto" is settled, and what the first batch cannot give is refused.
 
-        With ``by_loss`` losses show what micro-batches weigh, and batches are only counted.
+        ``tokens_for`` names the part that needs tokens, whatever micro-batches weigh. With ``by_loss`` losses show what
+        micro-batches weigh, and batches are only counted.
         """
         has_tokens = self.has_tokens(first_batch)
-        if not has_tokens and (needs_tokens or self.weight_by == "token"):
-            raise MisconfigurationException(
-                f"Tokens cannot be counted in a batch of type {type(first_batch).__name__!r}: batch['labels'] or"
-                " batch[1] must be an integer tensor of two dimensions or more. Or pass count=, a function from a"
-                " batch to its tokens (ChinchillaBudget: with landing='ceil')."
-            )
+        if not has_tokens and (tokens_for or self.weight_by == "token"):
+            owner = tokens_for or "AccumulationScheduler(weight_by='token')"
+            landing = " (and landing='ceil' or 'floor')" if tokens_for == "ChinchillaBudget" else ""
+            raise batch_tokens.no_tokens_in(first_batch, owner, landing)
         weight_by = None if by_loss else self.weight_by
         if weight_by == "auto":
             weight_by = "token" if has_tokens else "sample"

@@ -24,17 +24,17 @@ from lightning_mp.core.saved_state import (
     AMOUNT,
     ANY_NUMBER,
     FLAG,
-    MAPPING,
+    NUMBER,
     POSITIVE,
-    Kind,
+    TEXT,
     checked_state,
     listed_of,
+    named,
     or_none,
 )
 from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown
 
 _CLOSE = 1e-5  # relative; counts on a device are float32
-_TEXT = Kind("a text", lambda value: isinstance(value, str))
 _MOST_FORMS = 256
 
 
@@ -194,22 +194,22 @@ class LossWeights:
 
     def load_state_dict(self, saved: Any) -> None:
         """Continues from a checkpoint."""
+        means = len(checked_state(saved, {"kinds": listed_of(TEXT)}, "the weights of micro-batches")["kinds"])
         kinds = {
             "is_equal": FLAG,
-            "kinds": listed_of(_TEXT),
-            "totals": listed_of(AMOUNT),
-            "factors": listed_of(or_none(ANY_NUMBER)),
-            "parts": listed_of(POSITIVE),
-            "form": _TEXT,
+            "totals": listed_of(AMOUNT, means),
+            "factors": listed_of(or_none(ANY_NUMBER), means),
+            "parts": listed_of(POSITIVE, means),
+            "form": TEXT,
             "many": AMOUNT,
-            "forms": MAPPING,
+            "forms": named(NUMBER),
             "same_parts": FLAG,
             "same_items": FLAG,
         }
         state = checked_state(saved, kinds, "the weights of micro-batches")
         entries = [state[name] for name in ("kinds", "totals", "factors", "parts")]
-        means = tuple(Mean(kind, total, factor, parts) for kind, total, factor, parts in zip(*entries, strict=True))
-        self.first = Items(means, tuple(state["form"].split())) if means else None
+        first = tuple(Mean(kind, total, factor, parts) for kind, total, factor, parts in zip(*entries, strict=True))
+        self.first = Items(first, tuple(state["form"].split())) if first else None
         self.is_equal, self._many = state["is_equal"], state["many"]
         self._same_parts, self._same_items = state["same_parts"], state["same_items"]
         self._forms = {tuple(form.split()): float(factor) for form, factor in state["forms"].items()}

@@ -174,7 +174,7 @@ def test_a_target_batch_in_tokens_is_in_those_that_count_returns(as_tensor: bool
 
 
 def test_tokens_as_a_clock_need_tokens() -> None:
-    with pytest.raises(MisconfigurationException, match="Tokens cannot be counted in a batch of type 'list'"):
+    with pytest.raises(MisconfigurationException, match="^AccumulationScheduler cannot count tokens in a batch"):
         lengths_of(Regression(), loader(regression_batches(2)), AccumulationScheduler({0: 1}, unit="token"))
 
 

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core import rank_zero
 from small_models import fit
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -187,11 +188,11 @@ def gradient(model: Model, value: Tensor) -> Tensor:
 
 @contextmanager
 def lines() -> Iterator[list[str]]:
-    """What is said: to Lightning's logger, and as warnings."""
+    """What is said: to the logger of ``rank_zero_info``, which is that of the Lightning imported last; and warnings."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch")
+    logger = rank_zero.log
     logger.addHandler(handler)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from small_models import Regression, fit, regression_batches, sgd
 
 from lightning_mp import AccumulationScheduler
-from lightning_mp.accumulation import window_weights
 from lightning_mp.accumulation import windows as transitions
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.schedule import Progress, Thresholds
@@ -142,7 +141,7 @@ class Run:
         if tokens:
             if self.state.reference_items is None:
                 self.state = replace(self.state, reference_items=float(tokens))
-            self.state = transitions.add_micro_batch(window_weights.weigh_micro_batch(self.state, tokens, True))
+            self.state = transitions.add_micro_batch(transitions.weigh_micro_batch(self.state, tokens, True))
             assert self.state.micro_batch is not None
             factor = self.state.micro_batch.factor
             assert isinstance(factor, float)
@@ -159,7 +158,7 @@ class Run:
         self.state = transitions.take_totals(self.state)
         if self._factors:
             # Lightning divides each loss by the planned length.
-            mean = window_weights.expected_items(self.state, num_ranks=1) / totals.host[0] / self.state.window.planned
+            mean = transitions.expected_items(self.state, num_ranks=1) / totals.host[0] / self.state.window.planned
             self.weights.append([factor * mean for factor in self._factors])
         self.steps.append(self._window)
         self._window, self._factors = [], []

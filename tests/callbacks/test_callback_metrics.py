@@ -30,7 +30,7 @@ from lightning_mp import (
     OverflowMonitor,
 )
 from lightning_mp.callbacks._metrics import BATCH_HOOKS, CallbackMetrics
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 
 SKIPPED = [2, 5]
 

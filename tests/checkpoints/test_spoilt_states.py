@@ -1,8 +1,9 @@
-"""Promise 6: what a checkpoint holds of a callback is checked before anything is changed by it."""
+"""Promise 6: what a checkpoint holds of a callback or a plugin is checked before anything is changed by it."""
 
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from lightning.pytorch.callbacks import Callback
 from small_models import TokenModel, loader, quiet_trainer, token_batches
 
 from lightning_mp import (
+    AutocastPrecision,
     BudgetForecast,
     ChinchillaBudget,
+    LossScaler,
+    MasterWeightsPrecision,
     MFUMonitor,
     MicroBatchOnOOM,
     OverflowMonitor,
@@ -104,3 +108,122 @@ def test_a_schedule_says_what_is_wrong(entry: str, value: object, message: str) 
     with pytest.raises(ValueError, match="cannot be loaded") as error:
         run.load_state_dict(run.state_dict() | {entry: value})
     assert message in str(error.value)
+
+
+# -- what a precision plugin writes beside the weights -----------------------------------------------------------------
+
+
+def saved_by(plugin: Any, folder: Path) -> dict[str, Any]:
+    trainer = quiet_trainer(plugins=plugin, max_epochs=-1, max_steps=2, accumulate_grad_batches=2)
+    trainer.fit(TokenModel(), loader(token_batches([4, 5] * 4)))
+    trainer.save_checkpoint(folder / "sound.ckpt")
+    return torch.load(folder / "sound.ckpt", weights_only=True)
+
+
+def refused(plugin: Any, checkpoint: dict[str, Any], folder: Path) -> str:
+    """The error of a fit that resumes from it; nothing but the weights has been loaded then."""
+    torch.save(checkpoint, folder / "spoilt.ckpt")
+    scale = plugin.scaler.get_scale() if plugin.scaler is not None else None
+    trainer, module = quiet_trainer(plugins=plugin, max_epochs=-1, max_steps=4, accumulate_grad_batches=2), TokenModel()
+    with pytest.raises(ValueError, match="scaler|cannot be loaded") as error:
+        trainer.fit(module, loader(token_batches([4, 5] * 4)), ckpt_path=folder / "spoilt.ckpt")
+    assert all(torch.equal(value, checkpoint["state_dict"][name]) for name, value in module.state_dict().items())
+    assert not trainer.optimizers[0].state
+    assert trainer.global_step == 0
+    assert plugin.scaler is None or plugin.scaler.get_scale() == scale
+    assert len(str(error.value)) < 600
+    return str(error.value)
+
+
+TORCH_STATE = {
+    "scale": 8.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 0,
+}
+LOSSES = "lightning_mp_loss_weights"
+
+
+@pytest.mark.parametrize(
+    ("way", "value", "message"),
+    [
+        (["lightning_mp_skipped_steps"], "three", "'lightning_mp_skipped_steps' is 'three'; it must be a whole number"),
+        (["lightning_mp_skipped_steps"], -1, "'lightning_mp_skipped_steps' is -1; it must be a whole number from 0"),
+        (["lightning_mp_skipped_steps"], torch.ones(2), "'lightning_mp_skipped_steps' is a tensor of shape [2]"),
+        (["lightning_mp_precision"], 16, "'lightning_mp_precision' is 16; it must be text"),
+        ([LOSSES], [1], f"'{LOSSES}' is [1]; it must be a mapping"),
+        ([LOSSES, "reference_items"], -1.0, "'reference_items' is -1.0; it must be a positive number or None"),
+        ([LOSSES, "losses"], None, "'losses' is None; it must be a mapping"),
+        ([LOSSES, "losses", "totals"], [], "'totals' is []; it must be a list of 1 times a finite number from 0"),
+        ([LOSSES, "losses", "kinds"], "mean", "'kinds' is 'mean'; it must be a list of text"),
+        (
+            [LOSSES, "losses", "forms"],
+            {"mean": "one"},
+            "'forms' is {'mean': 'one'}; it must be a mapping from names to",
+        ),
+        (
+            ["AutocastPrecision"],
+            [65536.0],
+            "loss scaler cannot be loaded: it is of type list; it must be a mapping",
+        ),
+        (["AutocastPrecision"], "65536", "the loss scaler cannot be loaded: it is of type str; it must be a mapping"),
+        (["AutocastPrecision"], {"scale": 1.0}, "loss scaler lacks growth_factor"),
+        (["AutocastPrecision", "scale"], "large", "loss scaler has scale='large'"),
+    ],
+)
+def test_what_a_plugin_saved_is_checked_before_anything_of_it_is_loaded(
+    way: list[str], value: object, message: str, tmp_path: Path
+) -> None:
+    checkpoint = saved_by(AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=8.0)), tmp_path)
+    spoilt = changed(checkpoint, list(way), lambda inside, key: inside.__setitem__(key, value))
+    assert message in refused(AutocastPrecision("16-mixed"), spoilt, tmp_path)
+    if way[0] == "AutocastPrecision":  # where Lightning's plugins write it
+        spoilt["MixedPrecision"] = spoilt.pop(way[0])
+        assert message in refused(AutocastPrecision("16-mixed"), spoilt, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([8.0], "it is of type list; it must be a mapping"),
+        (TORCH_STATE | {"scale": "large"}, "'scale' is 'large'; it must be a finite number from 0"),
+        (TORCH_STATE | {"growth_interval": 0}, "'growth_interval' is 0; it must be a whole number from 1"),
+        ({"scale": 8.0}, "it has no 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker'"),
+    ],
+)
+def test_the_state_of_a_scaler_of_torch_is_checked(state: object, message: str, tmp_path: Path) -> None:
+    def plugin() -> AutocastPrecision:
+        return AutocastPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu"))
+
+    checkpoint = saved_by(plugin(), tmp_path)
+    assert f"the loss scaler cannot be loaded: {message}" in refused(
+        plugin(), checkpoint | {"AutocastPrecision": state}, tmp_path
+    )
+
+
+@pytest.mark.parametrize(
+    ("master", "got"),
+    [
+        (torch.ones(3), "a tensor of shape [3] and float32"),
+        (torch.ones(1), "a tensor of shape [1] and float32"),  # would be broadcast
+        (torch.ones(11, dtype=torch.int64), "a tensor of shape [11] and int64"),
+        ([1.0], "[1.0]"),
+    ],
+    ids=["shape", "broadcast", "dtype", "list"],
+)
+def test_a_former_master_is_checked_before_any_is_loaded(master: object, got: str, tmp_path: Path) -> None:
+    checkpoint = saved_by(MasterWeightsPrecision("bf16-true"), tmp_path)
+    of_parameters = checkpoint["optimizer_states"][0].setdefault("state", {})
+    for number, parameter in enumerate(TokenModel().parameters()):
+        of_parameters.setdefault(number, {})["master_param"] = torch.zeros_like(parameter)
+    of_parameters[number]["master_param"] = master
+    message = refused(MasterWeightsPrecision("bf16-true"), checkpoint | {"lightning_mp_masters": "bf16-true"}, tmp_path)
+    assert f"an optimizer cannot be loaded: 'master_param' is {got}; it must be a floating-point" in message
+
+
+@pytest.mark.parametrize("names", ["weight", [1]])
+def test_which_weights_are_split_is_checked(names: object, tmp_path: Path) -> None:
+    checkpoint = saved_by(MasterWeightsPrecision("bf16-true"), tmp_path) | {"lightning_mp_split_weights": names}
+    message = refused(MasterWeightsPrecision("bf16-true"), checkpoint, tmp_path)
+    assert f"'lightning_mp_split_weights' is {names!r}; it must be a list of text" in message

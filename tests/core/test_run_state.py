@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from small_models import quiet_trainer
 
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.core.run_state import RunState
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram
 
 SCALE = 2.0**10
@@ -332,7 +332,7 @@ class _Operations(Callback):
         self.counts = [0]  # of the time before the first one
 
     def on_train_start(self, *_: Any) -> None:
-        self.observing = private_api.observe_dispatch(self._count)
+        self.observing = private_dispatch_api.observe_dispatch(self._count)
         self.observing.__enter__()
 
     def _count(self, operation: Any, *_: Any) -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from wire_counter import CollectiveCounter
 
 from lightning_mp.checkpoints.consolidate import consolidate_checkpoint
-from lightning_mp.core.private_api import callbacks_of
+from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.pipelining.api import pipelined_loss
 from lightning_mp.strategies.pipeline import PipelineParallelStrategy

@@ -107,14 +107,14 @@ def test_exact_landing_beside_a_count_function_is_refused() -> None:
 
 
 NO_TOKENS = (
-    "Tokens cannot be counted in a batch of type 'list': batch['labels'] or batch[1] must be an integer"
-    " tensor of two dimensions or more. Or pass count=, a function from a batch to its tokens"
-    " (ChinchillaBudget: with landing='ceil')."
+    " cannot count tokens in a batch of type 'list': there is no integer tensor with two dimensions or more at"
+    " batch['labels'] or batch[1]. Pass count=, a function from a batch to its number of tokens"
 )
 
 
 def test_a_budget_without_tokens_to_count_is_refused() -> None:
-    refused(NO_TOKENS, Regression(), regression_batches(6), callbacks=[ChinchillaBudget(tokens=20)], max_epochs=-1)
+    message = f"ChinchillaBudget{NO_TOKENS} (and landing='ceil' or 'floor')."
+    refused(message, Regression(), regression_batches(6), callbacks=[ChinchillaBudget(tokens=20)], max_epochs=-1)
     budget = ChinchillaBudget(tokens=20, count=lambda batch: len(batch[0]), landing="floor")
     trains(Regression(), regression_batches(6), callbacks=[budget], max_epochs=-1)
     assert budget.tokens_seen == 20
@@ -124,8 +124,21 @@ def test_a_weight_by_tokens_without_tokens_to_count_is_refused() -> None:
     def scheduler(**arguments: Any) -> AccumulationScheduler:
         return AccumulationScheduler({0: 2}, weight_by="token", **arguments)
 
-    refused(NO_TOKENS, Regression(), regression_batches(6), callbacks=[scheduler()])
+    message = f"AccumulationScheduler(weight_by='token'){NO_TOKENS}."
+    refused(message, Regression(), regression_batches(6), callbacks=[scheduler()])
     trains(Regression(), regression_batches(6), callbacks=[scheduler(count=lambda batch: len(batch[0]))])
+
+
+def test_the_keys_of_a_batch_without_labels_are_named() -> None:
+    class Named(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step([batch["x"], batch["target"]], batch_idx)
+
+    batches = [{"x": x, "target": y} for x, y in regression_batches(6)]
+    message = NO_TOKENS.replace("'list'", "'dict' with the keys 'x', 'target'")
+    for part in (AccumulationScheduler({0: 1}, unit="token"), ChinchillaBudget(tokens=20)):
+        with pytest.raises(MisconfigurationException, match=re.escape(type(part).__name__ + message)):
+            fit(Named(), batches, part, max_epochs=-1)
 
 
 def test_samples_that_cannot_be_counted_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The subpackages of lightning_mp: imports go down only, and three files alone touch what others keep private."""
+"""The subpackages of lightning_mp: imports go down only, and the seams alone touch what others keep private."""
 
 import ast
 import functools
@@ -26,10 +26,7 @@ LAYER_OF = {package: height for height, packages in enumerate(LAYERS, start=1) f
 # The command line's front door names the demo's verb; nobody imports it.
 BESIDES = {("__main__", "demo")}
 OTHERS = {"lightning", "pytorch_lightning", "torch", "torchmetrics"}
-PRIVATE = {
-    f"lightning_mp.core.{name}"
-    for name in ("private_api", "private_loop_api", "private_module_api", "private_sharding_api")
-}
+PRIVATE = {f"lightning_mp.core.{file.stem}" for file in (ROOT / "lightning_mp" / "core").glob("private_*_api.py")}
 FRONT_DOOR = ("demo", "__main__")
 # What each wing of the page may import from, beside itself.
 MAY_IMPORT = {
@@ -214,14 +211,16 @@ def private_names_of_others(module: str) -> set[str]:
     return {name for name in used if name.split(".")[0] in OTHERS and is_private(name)}
 
 
-def test_only_four_files_touch_private_names_of_lightning_and_torch():
+def test_only_the_seams_touch_private_names_of_lightning_and_torch():
     found = {module: private_names_of_others(module) for module in MODULES if module not in PRIVATE}
     assert without_empty(found) == {}
 
 
 # -- what one reads to own a part: its file, those that it imports at module level, and theirs -------------------------
 
-MEAN_LINES, MONITOR_LINES = 5_450, 9_550
+MEAN_LINES, MONITOR_LINES = 5_000, 5_000
+# It has micro-batches counted in any run, and so puts the accumulation controller among the callbacks.
+MFU_MONITOR_LINES = 9_750
 PARTS = {
     name: module
     for module in MODULES
@@ -266,4 +265,5 @@ def test_a_part_can_be_owned_without_the_rest():
 
 @pytest.mark.parametrize("name", sorted(CALLBACKS_OF_MONITORS - {"_gradient_exponents"}))
 def test_a_monitor_can_be_owned_without_training(name):
-    assert lines_to_own([f"lightning_mp.callbacks.{name}"]) < MONITOR_LINES
+    most = MFU_MONITOR_LINES if name == "mfu_monitor" else MONITOR_LINES
+    assert lines_to_own([f"lightning_mp.callbacks.{name}"]) < most

@@ -20,14 +20,31 @@ from small_models import Regression, fit, loader, quiet_trainer, regression_batc
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_mp.core import private_api, private_loop_api, private_module_api, private_sharding_api
+from lightning_mp.core import (
+    private_dispatch_api,
+    private_loop_api,
+    private_module_api,
+    private_optimizer_api,
+    private_results_api,
+    private_resume_api,
+    private_sharding_api,
+    private_tensor_api,
+    private_trainer_api,
+)
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 
-SEAMS = ast.parse(Path(private_api.__file__).read_text())
-LOOP_SEAMS = ast.parse(Path(private_loop_api.__file__).read_text())
-MODULE_SEAMS = ast.parse(Path(private_module_api.__file__).read_text())
-PRIVATE_NAMES = private_api.PRIVATE_NAMES + private_module_api.PRIVATE_NAMES
-SHARDING_SEAMS = ast.parse(Path(private_sharding_api.__file__).read_text())
+SEAMS = (
+    private_dispatch_api,
+    private_loop_api,
+    private_module_api,
+    private_optimizer_api,
+    private_resume_api,
+    private_results_api,
+    private_sharding_api,
+    private_tensor_api,
+    private_trainer_api,
+)
+PRIVATE_NAMES = tuple(entry for seam in SEAMS for entry in getattr(seam, "PRIVATE_NAMES", ()))
 
 MADE_BY_INIT = {"_per_optimizer_states"}
 #: No class has them as attributes, so the list cannot; other tests guard them.
@@ -74,24 +91,25 @@ def test_every_private_name_is_still_there(owner, name, reason):
 
 
 def test_the_list_has_no_doubles():
-    for names in (private_api.PRIVATE_NAMES, private_module_api.PRIVATE_NAMES):
-        keys = [(owner, name) for owner, name, _ in names]
+    for seam in SEAMS:
+        keys = [(owner, name) for owner, name, _ in getattr(seam, "PRIVATE_NAMES", ())]
         assert len(set(keys)) == len(keys)
+
+
+def test_every_file_of_the_seams_is_looked_at():
+    files = {Path(str(seam.__file__)) for seam in SEAMS}
+    assert files == set(Path(str(private_trainer_api.__file__)).parent.glob("private_*.py"))
 
 
 def test_every_private_name_that_the_seams_touch_is_listed():
     """Attributes of others and imported functions."""
+    nodes = [node for seam in SEAMS for node in ast.walk(ast.parse(Path(str(seam.__file__)).read_text()))]
     attributes = {
         node.attr
-        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(MODULE_SEAMS), *ast.walk(SHARDING_SEAMS))
+        for node in nodes
         if isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }
-    imported = {
-        alias.name
-        for node in (*ast.walk(SEAMS), *ast.walk(LOOP_SEAMS), *ast.walk(MODULE_SEAMS), *ast.walk(SHARDING_SEAMS))
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     private = {name for name in attributes | imported if name.startswith("_") and not name.startswith("__")}
     assert private - GUARDED_ELSEWHERE - {name for _, name, _ in PRIVATE_NAMES} == set()
 
@@ -197,29 +215,29 @@ def test_a_fused_optimizer_divides_by_grad_scale_and_skips_on_found_inf(make_opt
 
 def test_update_scale_is_torchs_own():
     scale, tracker = torch.tensor(8.0), torch.tensor(1, dtype=torch.int32)
-    private_api.amp_update_scale_(scale, tracker, torch.tensor(0.0), 2.0, 0.5, 2)
+    private_optimizer_api.amp_update_scale_(scale, tracker, torch.tensor(0.0), 2.0, 0.5, 2)
     assert (scale.item(), tracker.item()) == (16.0, 0)
-    private_api.amp_update_scale_(scale, tracker, torch.tensor(1.0), 2.0, 0.25, 2)
+    private_optimizer_api.amp_update_scale_(scale, tracker, torch.tensor(1.0), 2.0, 0.25, 2)
     assert (scale.item(), tracker.item()) == (4.0, 0)
 
 
 def test_unscale_works_in_place_and_raises_the_flag():
     shards = (torch.tensor([4.0, 8.0]), torch.tensor([16.0]))  # any sequence
     found_inf = torch.zeros(())
-    private_api.amp_unscale_(shards, found_inf, torch.tensor(0.25))
+    private_tensor_api.amp_unscale_(shards, found_inf, torch.tensor(0.25))
     assert [shard.tolist() for shard in shards] == [[1.0, 2.0], [4.0]]
     assert found_inf.item() == 0.0
-    private_api.amp_unscale_([torch.tensor([torch.inf])], found_inf, torch.tensor(0.25))
+    private_tensor_api.amp_unscale_([torch.tensor([torch.inf])], found_inf, torch.tensor(0.25))
     assert found_inf.item() == 1.0
 
 
 def test_the_scale_can_be_asked_for_without_waiting():
     scaler = GradScaler("cpu", init_scale=4.0)
-    assert private_api.grad_scaler_scale(scaler) is None
+    assert private_optimizer_api.grad_scaler_scale(scaler) is None
     scaler.scale(torch.ones(()))
-    assert isinstance(private_api.grad_scaler_scale(scaler), torch.Tensor)
-    assert private_api.grad_scaler_scale(scaler).item() == 4.0
-    assert private_api.grad_scaler_scale(GradScaler("cpu", enabled=True)) is None
+    assert isinstance(private_optimizer_api.grad_scaler_scale(scaler), torch.Tensor)
+    assert private_optimizer_api.grad_scaler_scale(scaler).item() == 4.0
+    assert private_optimizer_api.grad_scaler_scale(GradScaler("cpu", enabled=True)) is None
 
 
 @pytest.mark.parametrize(("found_inf", "scale"), [(0.0, 16.0), (1.0, 4.0)])
@@ -228,7 +246,7 @@ def test_a_decision_made_elsewhere_moves_the_scale(found_inf, scale):
     scaler.scale(torch.ones(()))
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     for _ in range(2):
-        private_api.record_found_inf(scaler, optimizer, torch.tensor(found_inf))
+        private_optimizer_api.record_found_inf(scaler, optimizer, torch.tensor(found_inf))
         scaler.update()
     assert scaler.get_scale() == 8.0 * (scale / 8.0) ** 2
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
@@ -240,13 +258,13 @@ def test_two_decisions_about_one_optimizer_count_as_the_worse():
         scaler = GradScaler("cpu", init_scale=8.0)
         scaler.scale(torch.ones(()))
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-        assert not private_api.has_stepped(scaler)
+        assert not private_optimizer_api.has_stepped(scaler)
         for found_inf in (first, second):
-            private_api.record_found_inf(scaler, optimizer, torch.tensor(found_inf))
-            assert private_api.has_stepped(scaler)
+            private_optimizer_api.record_found_inf(scaler, optimizer, torch.tensor(found_inf))
+            assert private_optimizer_api.has_stepped(scaler)
         scaler.update()
         assert scaler.get_scale() == 4.0
-        assert not private_api.has_stepped(scaler)
+        assert not private_optimizer_api.has_stepped(scaler)
 
 
 def test_the_stage_of_an_optimizer_is_torchs():
@@ -256,22 +274,22 @@ def test_the_stage_of_an_optimizer_is_torchs():
     weight = nn.Parameter(torch.ones(1))
     weight.grad = torch.full((1,), torch.inf)
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    assert not private_api.has_unscaled(scaler)
+    assert not private_optimizer_api.has_unscaled(scaler)
     scaler.unscale_(optimizer)
-    assert private_api.has_unscaled(scaler)
-    assert private_api.unscaled_found_inf(scaler, [object(), optimizer]) == [torch.tensor(1.0)]
+    assert private_optimizer_api.has_unscaled(scaler)
+    assert private_optimizer_api.unscaled_found_inf(scaler, [object(), optimizer]) == [torch.tensor(1.0)]
     scaler.step(optimizer)
-    assert private_api.has_stepped(scaler, optimizer)
-    assert private_api.unscaled_found_inf(scaler, [optimizer]) is None
-    private_api.forget_optimizers(scaler, [optimizer])
-    assert not private_api.has_stepped(scaler)
-    private_api.set_unscaled(scaler, optimizer, torch.tensor(0.0))
+    assert private_optimizer_api.has_stepped(scaler, optimizer)
+    assert private_optimizer_api.unscaled_found_inf(scaler, [optimizer]) is None
+    private_optimizer_api.forget_optimizers(scaler, [optimizer])
+    assert not private_optimizer_api.has_stepped(scaler)
+    private_optimizer_api.set_unscaled(scaler, optimizer, torch.tensor(0.0))
     with pytest.raises(RuntimeError, match="has already been called on this optimizer"):
         scaler.unscale_(optimizer)
-    private_api.record_found_inf(scaler, optimizer, torch.tensor(0.0))
+    private_optimizer_api.record_found_inf(scaler, optimizer, torch.tensor(0.0))
     with pytest.raises(RuntimeError, match="is being called after step"):
         scaler.unscale_(optimizer)
-    private_api.forget_optimizers(scaler)
+    private_optimizer_api.forget_optimizers(scaler)
     scaler.unscale_(optimizer)
 
 
@@ -344,7 +362,9 @@ def test_who_observes_operations_may_leave_in_any_order(order):
     """A mode of torch leaves whichever was entered last: callbacks that overlap would go on seeing, or go blind."""
     seen = [[], [], []]
     observers = [
-        private_api.observe_dispatch(lambda operation, *_, log=log: log.append(operation.overloadpacket.__name__))
+        private_dispatch_api.observe_dispatch(
+            lambda operation, *_, log=log: log.append(operation.overloadpacket.__name__)
+        )
         for log in seen
     ]
     ones = torch.ones(2)
@@ -362,10 +382,12 @@ def test_an_observer_in_another_thread_sees_that_thread_only():
     here, there = [], []
 
     def elsewhere():
-        with private_api.observe_dispatch(lambda operation, *_: there.append(operation.overloadpacket.__name__)):
+        with private_dispatch_api.observe_dispatch(
+            lambda operation, *_: there.append(operation.overloadpacket.__name__)
+        ):
             torch.ones(2).neg()
 
-    with private_api.observe_dispatch(lambda operation, *_: here.append(operation.overloadpacket.__name__)):
+    with private_dispatch_api.observe_dispatch(lambda operation, *_: here.append(operation.overloadpacket.__name__)):
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
@@ -379,12 +401,12 @@ def test_an_observer_in_another_thread_sees_that_thread_only():
 def test_the_trainer_has_its_callbacks_and_its_profiler():
     mine = Callback()
     trainer = quiet_trainer(callbacks=[mine])
-    assert mine in private_api.callbacks_of(trainer)
-    assert private_api.callbacks_of(trainer) is trainer.callbacks
-    assert private_api.profiler_of(trainer) is trainer.profiler
+    assert mine in private_trainer_api.callbacks_of(trainer)
+    assert private_trainer_api.callbacks_of(trainer) is trainer.callbacks
+    assert private_trainer_api.profiler_of(trainer) is trainer.profiler
     assert isinstance(trainer.profiler, PassThroughProfiler)
     replaced = [mine, Callback()]
-    private_api.set_callbacks(trainer, replaced)
+    private_trainer_api.set_callbacks(trainer, replaced)
     assert trainer.callbacks is replaced
 
 
@@ -395,7 +417,7 @@ def test_the_loop_keeps_its_limits_where_the_seams_write_them():
     assert {"max_batches", "min_steps", "max_steps", "is_last_batch"} <= known
     assert trainer.fit_loop.epoch_loop.min_steps == 3
     trainer.fit_loop.epoch_loop.min_steps = None
-    private_loop_api.set_max_steps(trainer, 7)
+    private_trainer_api.set_max_steps(trainer, 7)
     assert (trainer.min_steps, trainer.max_steps) == (None, 7)
     before = private_loop_api.replace_end_of_epoch(trainer, (4, True))
     assert (trainer.fit_loop.max_batches, trainer.is_last_batch) == (4, True)
@@ -411,7 +433,7 @@ def test_a_replaced_list_of_callbacks_is_the_one_that_lightning_calls():
 
     class Early(Callback):
         def setup(self, trainer, pl_module, stage):
-            private_api.set_callbacks(trainer, [Late(), *private_api.callbacks_of(trainer)])
+            private_trainer_api.set_callbacks(trainer, [Late(), *private_trainer_api.callbacks_of(trainer)])
 
     fit(Regression(), regression_batches(2), Early())
     assert called == ["late", "late"]
@@ -434,8 +456,8 @@ def watch_hooks(use_seam):
 
     class ThroughTheSeam(Precision):
         def _after_closure(self, model, optimizer):
-            private_api.call_before_optimizer_step_hooks(model, optimizer)
-            private_api.clip_through_module(self, model, optimizer)
+            private_optimizer_api.call_before_optimizer_step_hooks(model, optimizer)
+            private_optimizer_api.clip_through_module(self, model, optimizer)
 
     trainer = quiet_trainer(
         callbacks=[Watching()],
@@ -470,7 +492,7 @@ def test_the_axis_of_loggers_is_lightnings():
 
     class Looking(Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            seen.append((private_loop_api.logger_step(trainer), private_loop_api.is_accumulating(trainer)))
+            seen.append((private_trainer_api.logger_step(trainer), private_trainer_api.is_accumulating(trainer)))
             pl_module.log("number", 1.0)
 
     logger = MemoryLogger()
@@ -494,7 +516,7 @@ def test_a_module_that_clips_with_its_own_numbers_reaches_the_plugin_through_the
             clipped.append((clip_val, str(gradient_clip_algorithm.value)))
 
         def _after_closure(self, model, optimizer):
-            private_api.clip_through_module(self, model, optimizer)
+            private_optimizer_api.clip_through_module(self, model, optimizer)
 
     class Module(Regression):
         def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
@@ -511,7 +533,7 @@ def test_lightning_is_the_version_that_these_guards_were_written_for():
 
 @pytest.mark.parametrize("detect_anomaly", [True, False])
 def test_the_trainer_knows_whether_it_detects_anomalies(detect_anomaly):
-    assert private_loop_api.detects_anomalies(quiet_trainer(detect_anomaly=detect_anomaly)) is detect_anomaly
+    assert private_trainer_api.detects_anomalies(quiet_trainer(detect_anomaly=detect_anomaly)) is detect_anomaly
 
 
 def test_a_closure_taken_apart_runs_what_lightning_runs():

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp import JointOptimizer
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 
 #: Rows that do not divide by the ranks, fewer rows than ranks, tall and wide ones; more matrices than ranks.
 SHAPES = [(16, 8), (7, 5), (1, 6), (5, 9), (8, 8)]
@@ -60,8 +60,8 @@ def test_equals_torchs_muon_on_whole_matrices(name: str, settings: dict[str, obj
         parameters = [nn.Parameter(distribute_tensor(value, mesh, placements)) for value in values(0)]
         plain = nn.Parameter(torch.ones(3, 3))
         optimizer = JointOptimizer([Muon([*parameters, plain], lr=0.1, **settings), SGD([nn.Parameter(torch.ones(1))])])
-        seen, original = [], private_api.orthogonalized
-        with patch.object(private_api, "orthogonalized", lambda *a: [seen.append(1), original(*a)][1]):
+        seen, original = [], private_optimizer_api.orthogonalized
+        with patch.object(private_optimizer_api, "orthogonalized", lambda *a: [seen.append(1), original(*a)][1]):
             steps(parameters, optimizer, lambda gradient: distribute_tensor(gradient, mesh, placements))
         for parameter in parameters:
             state = optimizer.state[parameter]["momentum_buffer"]
@@ -87,7 +87,7 @@ def test_no_rank_holds_more_than_one_whole_matrix() -> None:
             parameter.grad = distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)])
         optimizer = JointOptimizer([Muon(parameters)])
         alive, most = [], [0]
-        original = private_api.orthogonalized
+        original = private_optimizer_api.orthogonalized
 
         def watched(whole: torch.Tensor, group: dict[str, object]) -> torch.Tensor:
             alive[:] = [reference for reference in alive if reference() is not None]
@@ -95,7 +95,7 @@ def test_no_rank_holds_more_than_one_whole_matrix() -> None:
             most[0] = max(most[0], len(alive))
             return original(whole, group)
 
-        with patch.object(private_api, "orthogonalized", watched):
+        with patch.object(private_optimizer_api, "orthogonalized", watched):
             optimizer.step()
         return most[0]
 
@@ -141,14 +141,16 @@ def test_under_fsdp2_each_matrix_is_orthogonalised_on_one_rank_and_exchanged_by_
         net = nn.Sequential(*(nn.Linear(columns, rows, bias=False) for rows, columns in shapes))
         fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
         optimizer = JointOptimizer([Muon(net.parameters())], module=net)
-        seen, original = [], private_api.orthogonalized
+        seen, original = [], private_optimizer_api.orthogonalized
 
         for parameter in net.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()  # makes the momentum buffers
         with (
             Exchanges() as exchanges,
-            patch.object(private_api, "orthogonalized", lambda w, g: [seen.append(tuple(w.shape)), original(w, g)][1]),
+            patch.object(
+                private_optimizer_api, "orthogonalized", lambda w, g: [seen.append(tuple(w.shape)), original(w, g)][1]
+            ),
         ):
             optimizer.step()
         return seen, exchanges.calls, exchanges.peak_bytes

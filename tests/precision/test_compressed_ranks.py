@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW, Muon
 
 from lightning_mp import FSDP2Strategy, JointOptimizer
-from lightning_mp.core import private_sharding_api
+from lightning_mp.core import private_module_api, private_sharding_api
 from lightning_mp.precision.masters.checks import check_strategy
 from lightning_mp.precision.masters.compressed_weights import compressed_shards
 
@@ -117,7 +117,7 @@ def test_uneven_shards_hold_no_fp32_memory_between_steps() -> None:
             if self.global_step:
                 weight: Any = optimizer.param_groups[0]["params"][1]
                 assert type(weight).__name__ == "SplitShard"
-                part = private_sharding_api.part_of(weight)
+                part = private_module_api.part_of(weight)
                 self.bytes_seen.append(part.untyped_storage().nbytes() / part.numel())
 
     def run(rank: int, storage: str) -> tuple[list[Tensor], list[float]]:

@@ -15,6 +15,7 @@ from cpu_fsdp import CpuFsdp
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core import rank_zero
 from small_models import loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -143,7 +144,7 @@ def resume_former(path: Path, **settings: Any) -> tuple[list[Tensor], list[str]]
     start, lines = AtStart(), []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = rank_zero.log  # that of the Lightning imported last
     logger.addHandler(handler)
     trainer = quiet_trainer(max_epochs=2, callbacks=[start], use_distributed_sampler=False, **settings)
     trainer.fit(FormerNet(), loader(list(torch.ones(3, 4, 4))), ckpt_path=path)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import AutocastPrecision, PrecisionPolicy
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.policy.applied import AppliedPolicy
 
 LOW = torch.bfloat16
@@ -93,7 +93,7 @@ def train(policy: Any, module: pl.LightningModule | None = None, **arguments: An
 def step_under(policy: AppliedPolicy, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Output and gradients of one forward and backward, as the plugin runs them."""
     model.zero_grad()
-    with torch.autocast("cpu", LOW), policy.in_force(LOW), private_api.backward_outside_autocast():
+    with torch.autocast("cpu", LOW), policy.in_force(LOW), private_dispatch_api.backward_outside_autocast():
         out = model(x)
         loss = out.float().square().mean()
     with policy.in_force(LOW):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.number_formats import dtype_label
 from lightning_mp.core.uncopied import RunHook
@@ -94,7 +94,7 @@ class PrecisionWatch:
                     if takes_hooks(module) and (module in wrappers or module not in inside):
                         self._hook(wrappers.get(module, module), self._notes[name])
             self._mark()
-            self._stack.enter_context(private_api.observe_dispatch(self._on_operation))
+            self._stack.enter_context(private_dispatch_api.observe_dispatch(self._on_operation))
         except BaseException:
             self._stack.close()
             raise
@@ -138,7 +138,7 @@ class PrecisionWatch:
         note.calls += 1
         note.weights |= dict.fromkeys(dtype_label(parameter.dtype) for parameter in own)
         note.inputs |= dict.fromkeys(dtype_label(tensor.dtype) for tensor in given)
-        if private_api.running_backward() is None:
+        if private_dispatch_api.running_backward() is None:
             self._is_after_backward = False
             self._frames_before_backward = None
         types = {tensor.device.type for tensor in (*own, *given)} or set(self._frames[-1].autocast)
@@ -160,7 +160,7 @@ class PrecisionWatch:
     def _mark(self) -> None:
         """From here on nodes of the autograd graph are made by the innermost module."""
         if threading.get_ident() == self._thread:
-            self._positions.append(private_api.forward_position())
+            self._positions.append(private_dispatch_api.forward_position())
             self._makers.append(self._frames[-1].name)
 
     # -- operations ----------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class PrecisionWatch:
 
     def _module_and_phase(self) -> tuple[str, Phase] | None:
         """Whose operation this is, and when it runs; None for what comes after the backward."""
-        running = private_api.running_backward()
+        running = private_dispatch_api.running_backward()
         if running is None:
             self._is_after_backward |= self._frames_before_backward is not None
             self._frames_before_backward = None
@@ -277,7 +277,7 @@ def _compiled_parts(model: nn.Module) -> tuple[dict[nn.Module, nn.Module], set[n
         if wrapped is not None:
             wrappers[wrapped] = module
             inside |= set(wrapped.modules())
-        elif private_api.holds_compiled_code(module):
+        elif private_dispatch_api.holds_compiled_code(module):
             inside |= set(module.modules())
     return wrappers, inside
 

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api, private_optimizer_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.random_state import RandomState, random_state_kept
 from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow, find_first_overflow
@@ -92,7 +92,7 @@ class Replay:
             if not low_precision and any(t.is_floating_point() and t.element_size() < 4 for t in tensors_in(result)):
                 low_precision.append(operation)
 
-        with private_api.observe_dispatch(find_low_precision):
+        with private_dispatch_api.observe_dispatch(find_low_precision):
             trial = self._attempt(lambda: self._run_plainly(micro_batch), None, False)
         # Code that names 16-bit dtypes need not run in another.
         return None if trial.error or (low_precision and not trial.finite) else trial
@@ -116,7 +116,7 @@ class Replay:
         if watch is not None:
             self._note_what_goes_in(watch, micro_batch)
         # A training step that runs its backwards itself (MicroBatchOnOOM) scales its losses, too.
-        with private_api.loss_scale_set(getattr(plugin, "scaler", None), scale):
+        with private_optimizer_api.loss_scale_set(getattr(plugin, "scaler", None), scale):
             if isinstance(strategy, FSDPStrategy):
                 output = strategy.training_step(*self._arguments(micro_batch))
             else:

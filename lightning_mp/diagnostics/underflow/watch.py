@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.devices import sent_to
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
@@ -79,7 +79,7 @@ class ActivationWatch:
             if reason := why_unreadable(tensor):
                 self._warn_once.warn(f"the output of module {name!r}", reason)
                 continue
-            if self._activations is not None and private_api.running_backward() is None:
+            if self._activations is not None and private_dispatch_api.running_backward() is None:
                 self._activations.add(name, tensor)
             if self._gradients is not None and tensor.requires_grad:
                 tensor.register_hook(partial(self._on_gradient, name))

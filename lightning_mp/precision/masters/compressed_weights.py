@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.core import private_dispatch_api, private_module_api, private_tensor_api
 from lightning_mp.gradients.gradient_ops import LocalGradients
 from lightning_mp.precision.masters.fp32_gradients import Fp32GradientEpilogue, Fp32Gradients
 from lightning_mp.precision.masters.fp32_steps import Fp32Steps
@@ -155,7 +155,7 @@ class CompressedWeights(LentWeights):
 
     def _make_all_loans(self) -> None:
         """Copies stay where they are from then on, as compiled code needs it."""
-        compiled = private_api.has_compiled_steps(self._model)
+        compiled = private_dispatch_api.has_compiled_steps(self._model)
         for root in [self._model] if compiled else [call.module for call in self._calls]:
             self._places_of(root)
 
@@ -197,7 +197,7 @@ class CompressedWeights(LentWeights):
             memory.write(loan, self._step_now())
             if loan.version != version:  # a backward that still needs the old copy raises torch's error
                 torch.autograd.graph.increment_version([loan.copy])
-                loan.copy_version = private_api.version_of(loan.copy)
+                loan.copy_version = private_tensor_api.version_of(loan.copy)
             loan.version, loan.window = version, self.window if self.is_trusted else -1
         if others:
             super()._cast([loan for loan, _ in others], [version for _, version in others])
@@ -207,13 +207,13 @@ class CompressedWeights(LentWeights):
         if memory is None or not isinstance(loan, SplitLoan):
             return super()._rounded(loan)
         local = memory.rounded(loan, self._step_now())
-        return private_sharding_api.with_part(loan.copy, local) if isinstance(loan.copy, DTensor) else local
+        return private_module_api.with_part(loan.copy, local) if isinstance(loan.copy, DTensor) else local
 
     def _check_writes(self, root: nn.Module, loans: Sequence[Loan]) -> None:
         """What forward has written to the copy of a split parameter is the truth."""
-        with private_api.without_function_modes():
+        with private_dispatch_api.without_function_modes():
             split = [loan for loan in loans if type(loan.parameter) in SPLIT_CLASSES]
-            versions = private_api.versions_of([loan.copy for loan in split])
+            versions = private_tensor_api.versions_of([loan.copy for loan in split])
             for loan, version in zip(split, versions, strict=True):
                 if version != loan.copy_version and isinstance(loan, SplitLoan) and loan.memory is not None:
                     loan.memory.forget_rest(loan)
@@ -232,7 +232,7 @@ class CompressedWeights(LentWeights):
         for loan in loans:
             if isinstance(loan, SplitLoan):
                 loan.is_seen = True
-        versions = private_api.versions_of([loan.copy for loan in known])
+        versions = private_tensor_api.versions_of([loan.copy for loan in known])
         written = [loan for loan, version in zip(known, versions, strict=True) if version != loan.copy_version]
         return [*differing, *written]
 
@@ -248,7 +248,7 @@ def compressed_shards(
     """
     units = [part for part in module.modules() if isinstance(part, FSDPModule)]
     try:
-        gathered = [shard for unit in units for shard in private_sharding_api.shards_gathered_in(unit, dtype)]
+        gathered = [shard for unit in units for shard in private_module_api.shards_gathered_in(unit, dtype)]
     except AttributeError as error:
         raise MisconfigurationException(
             f"MasterWeightsPrecision: storage='remainder' and '24bit' need an internal name of FSDP2 that torch"
@@ -264,7 +264,7 @@ def compressed_shards(
         inner = {part for unit in units for part in unit.modules() if part is not unit}
         for unit in units:
             if unit not in inner:
-                private_sharding_api.make_ready(unit)
+                private_module_api.make_ready(unit)
 
     compressed = CompressedParameters(storage, loan_of, step_now, prepare=prepare)
     try:

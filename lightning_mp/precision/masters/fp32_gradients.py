@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_tensor_api
 from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.gradient_ops import local_shard
@@ -28,7 +28,7 @@ def as_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
     narrow = [g for g in gradients if g.dtype in HALF_DTYPES and not g.is_sparse]
     copies = [torch.empty_like(g, dtype=torch.float32) for g in narrow]
     if narrow:
-        private_api.foreach_copy_(_locals(copies), _locals(narrow))
+        private_tensor_api.foreach_copy_(_locals(copies), _locals(narrow))
     ready = iter(copies)
     return [g if g.dtype not in HALF_DTYPES else g.float() if g.is_sparse else next(ready) for g in gradients]
 

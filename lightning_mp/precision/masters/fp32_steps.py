@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_optimizer_api
 from lightning_mp.gradients.step_blocks import step_blocks
 from lightning_mp.optimizer_step.bypassed_steps import with_wrapped
 from lightning_mp.precision.masters.fp32_gradients import Fp32Gradients
@@ -25,7 +25,7 @@ class Fp32Steps:
         self._whole: list[
             tuple[dict[str, Any], list[Tensor]]
         ] = []  # groups that are stepped in blocks, and all of each
-        private_api.make_room_for_hooks(optimizer)
+        private_optimizer_api.make_room_for_hooks(optimizer)
         self._around = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self.gather_blocks()),
@@ -49,7 +49,7 @@ class Fp32Steps:
             return  # the step of a parent class, inside of this one
         is_evaluated = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
         # Other hooks around the step have to find all parameters in it; those before it may have seen copies.
-        is_alone = not private_api.has_other_step_hooks(*self._around) and len(with_wrapped(optimizer)) == 1
+        is_alone = not private_optimizer_api.has_other_step_hooks(*self._around) and len(with_wrapped(optimizer)) == 1
         blocks = self._blocks() if is_alone and not is_evaluated and not self.gradients.are_shown else []
         groups = optimizer.param_groups
         if not blocks:
@@ -62,7 +62,7 @@ class Fp32Steps:
             parameters = [p for members in block for p in members]
             self._begin_block(parameters)
             if block is not blocks[-1]:
-                private_api.step_without_hooks(optimizer)
+                private_optimizer_api.step_without_hooks(optimizer)
                 self._end_block(parameters)
 
     def _blocks(self) -> list[list[list[Tensor]]]:

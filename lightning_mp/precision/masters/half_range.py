@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.core import private_api
+from lightning_mp.core import private_tensor_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.messages import listed
 from lightning_mp.core.precisions import HALF_MAX
@@ -25,7 +25,7 @@ _REMEDIES = "Use 'bf16-true', AutocastPrecision('16-mixed') or a policy that kee
 
 def _largest(weights: Sequence[Tensor]) -> Tensor:
     """The largest magnitude of each weight's local part, shape ``[num_weights]``."""
-    norms = private_api.foreach_norm([local_shard(w.detach()) for w in weights], torch.inf)
+    norms = private_tensor_api.foreach_norm([local_shard(w.detach()) for w in weights], torch.inf)
     return torch.stack(tuple(norms))
 
 
@@ -66,7 +66,7 @@ class HalfRange:
         """After a step, holds fp32 weights of which there are fp16 copies within its range; reports the step before."""
         self.warn()
         with torch.no_grad():
-            private_api.foreach_clamp_([local_shard(w.detach()) for w in weights], HALF_MAX)
+            private_tensor_api.foreach_clamp_([local_shard(w.detach()) for w in weights], HALF_MAX)
         present = [w for w in weights if local_shard(w.detach()).numel()]
         if present:
             self._pending = HostCopy(_largest(present)), present

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lightning_mp.core import private_api, private_module_api
+from lightning_mp.core import private_dispatch_api, private_module_api, private_tensor_api
 from lightning_mp.core.messages import listed
 from lightning_mp.gradients.gradient_ops import local_shard
 
@@ -70,7 +70,7 @@ class Loan:
         self.plain = copy.detach()  # for times in which the parameter needs no gradient
         self.lent = None
         self.window, self.version = -1, -1
-        self.copy_version = private_api.version_of(copy)
+        self.copy_version = private_tensor_api.version_of(copy)
 
     def connect(self) -> Tensor:
         """The copy as a function of the parameter: the same node for the rest of the run, as compiled code needs it."""
@@ -150,7 +150,7 @@ class LentWeights:
     @contextmanager
     def lending(self, root: nn.Module) -> Iterator[None]:
         """Copies are in the place of a module's weights; cast again where they may be too old."""
-        with private_api.without_function_modes():  # a policy's mode sees each access to a tensor's attributes
+        with private_dispatch_api.without_function_modes():  # a policy's mode sees each access to a tensor's attributes
             places, loans = self._places_of(root)
             self._cast_again(loans)
             put = self._put_in_place(root, places)
@@ -161,7 +161,7 @@ class LentWeights:
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """Activation checkpoints compute again with the copies of their forward, as these are."""
-        with private_api.without_function_modes():
+        with private_dispatch_api.without_function_modes():
             put = self._put_in_place(self._model, self._known_places())
         with self._lent(put):
             yield
@@ -180,7 +180,7 @@ class LentWeights:
     @contextmanager
     def returned(self, module: nn.Module) -> Iterator[None]:
         """A module inside of another one has its fp32 parameters again, and so has what it calls."""
-        with private_api.without_function_modes():
+        with private_dispatch_api.without_function_modes():
             held_by_it = {id(held) for part in module.modules() for held in private_module_api.holders_of_weights(part)}
         places = [place for place in self._in_place if id(place[0]) in held_by_it]
         copies = [held[key] for held, key, _ in places]
@@ -208,7 +208,7 @@ class LentWeights:
     # -- casts ---------------------------------------------------------------------------------------------------------
 
     def _cast_again(self, loans: Sequence[Loan]) -> None:
-        versions = private_api.versions_of([loan.parameter for loan in loans])
+        versions = private_tensor_api.versions_of([loan.parameter for loan in loans])
         old = [
             (loan, version)
             for loan, version in zip(loans, versions, strict=True)
@@ -230,9 +230,9 @@ class LentWeights:
         weights: list[Tensor] = [loan.parameter for loan in loans]
         if [loan for loan in loans if loan.is_sharded]:
             into, weights = [local_shard(t) for t in into], [local_shard(t) for t in weights]
-        private_api.foreach_copy_(into, weights)
+        private_tensor_api.foreach_copy_(into, weights)
         window = self.window if self.is_trusted else -1
-        copy_versions = private_api.versions_of([loan.copy for loan in loans])
+        copy_versions = private_tensor_api.versions_of([loan.copy for loan in loans])
         for loan, version, copy_version in zip(loans, versions, copy_versions, strict=True):
             loan.window, loan.version, loan.copy_version = window, version, copy_version
 
@@ -331,8 +331,8 @@ class LentWeights:
 
     def _check_writes(self, root: nn.Module, loans: Sequence[Loan]) -> None:
         """A weight that forward writes to (normalises, clamps) is computed with in fp32 from then on."""
-        with private_api.without_function_modes():
-            versions = private_api.versions_of([loan.copy for loan in loans])
+        with private_dispatch_api.without_function_modes():
+            versions = private_tensor_api.versions_of([loan.copy for loan in loans])
             written = [loan for loan, version in zip(loans, versions, strict=True) if version != loan.copy_version]
             if root not in self._checked and torch.is_grad_enabled():  # once, for writes that no version shows
                 self._checked.add(root)
@@ -444,10 +444,10 @@ class _LendingCall(private_module_api.InterceptedCall):
 
 def _called_from_outside(module: nn.Module) -> Iterable[nn.Module]:
     """Modules with weights that steps may call; what is inside of a compiled one is called by compiled code."""
-    if private_api.has_compiled_steps(module):
+    if private_dispatch_api.has_compiled_steps(module):
         return
     # A LightningModule's own weights are used in its steps, too, and these are no calls of a module.
     if not isinstance(module, LightningModule) and any(True for _ in module.parameters()):
         yield module
-    for child in () if private_api.is_compiled_module(module) else dict.fromkeys(module.children()):
+    for child in () if private_dispatch_api.is_compiled_module(module) else dict.fromkeys(module.children()):
         yield from _called_from_outside(child)

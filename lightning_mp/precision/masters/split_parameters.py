@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.core import private_api, private_sharding_api
+from lightning_mp.core import private_dispatch_api, private_module_api, private_tensor_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.gradients.step_blocks import padded
 from lightning_mp.precision.masters.lent_weights import Loan
 from lightning_mp.precision.masters.split_numbers import SplitNumbers
 
 #: In the place of functions that are not here, slower and never wrong: the parameter is joined.
-_READS_NO_NUMBERS = private_api.functions_that_read_no_numbers()
+_READS_NO_NUMBERS = private_module_api.functions_that_read_no_numbers()
 _LOAN = "lightning_mp_loan"  # attribute of a split parameter
 _START = attrgetter("start")
 
@@ -44,7 +44,7 @@ class SplitParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Joins the split parameters among the arguments, if the function reads numbers, and calls it."""
-        with private_api.without_function_subclasses():
+        with private_dispatch_api.without_function_subclasses():
             if function not in _READS_NO_NUMBERS:
                 for value in tensors_in((args, kwargs)):
                     if type(value) is SplitParameter:
@@ -60,7 +60,7 @@ class SplitParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-class SplitShard(private_sharding_api.WatchedShard):
+class SplitShard(private_module_api.WatchedShard):
     """The same of a DTensor, which torch touches by its local part alone."""
 
     __slots__ = ()
@@ -83,7 +83,7 @@ def _join(parameter: Tensor) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return private_sharding_api.part_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return private_module_api.part_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class SplitLoan(Loan):
@@ -114,14 +114,14 @@ class SplitLoan(Loan):
     @property
     def is_shared(self) -> bool:
         """Whether something else holds the parameter's memory."""
-        return private_api.shares_memory(self.local)
+        return private_module_api.shares_memory(self.local)
 
     def move_copy(self, high: Tensor) -> None:
         """The copy lies in memory that many share from now on."""
         leaf = self.lent if self.lent is not None and self.lent.is_leaf else None
         local = high.as_strided(self.shape, self.strides, self.start).data  # with a version of its own
         local.copy_(_local(self.copy))
-        self.renew(private_sharding_api.with_part(self.copy, local) if isinstance(self.copy, DTensor) else local)
+        self.renew(private_module_api.with_part(self.copy, local) if isinstance(self.copy, DTensor) else local)
         if leaf is not None:
             leaf.data, self.lent = self.copy, leaf  # DDP has hooked it
 
@@ -131,7 +131,7 @@ class SplitLoan(Loan):
         ``row`` has, from ``at``, the numbers that are computed with: those of the part, or of the copy.
         """
         if isinstance(self.parameter, DTensor):
-            private_sharding_api.set_part(self.parameter, part)
+            private_module_api.set_part(self.parameter, part)
         else:
             self.parameter.data = part
 
@@ -141,7 +141,7 @@ class GatheredLoan(SplitLoan):
 
     __slots__ = ("fsdp", "users")
 
-    def __init__(self, fsdp: private_sharding_api.GatheredShard) -> None:
+    def __init__(self, fsdp: private_module_api.GatheredShard) -> None:
         super().__init__(fsdp.sharded, fsdp.sharded.detach())
         self.fsdp = fsdp
         self.is_seen = self.was_split = True  # there is no forward to watch
@@ -155,12 +155,12 @@ class GatheredLoan(SplitLoan):
     @property
     def is_shared(self) -> bool:
         """FSDP2 holds it, too."""
-        return private_api.users_of_memory(self.local) > self.users
+        return private_module_api.users_of_memory(self.local) > self.users
 
     def move_copy(self, high: Tensor) -> None:
         """Nothing is computed with a copy of its own."""
         self.renew(high[:0])
-        self.users = private_api.users_of_memory(self.local)
+        self.users = private_module_api.users_of_memory(self.local)
 
     def give(self, part: Tensor, row: Tensor, at: int) -> None:
         """Also to FSDP2, for gathering."""
@@ -187,7 +187,7 @@ class SplitMemory:
         device = loans[0].local.device
         self.split = SplitNumbers(end, rest_dtype, device)
         self._nothing = torch.full((), torch.nan, device=device)
-        private_api.refuse_writes(self._nothing)
+        private_module_api.refuse_writes(self._nothing)
         #: In which copies of parameters that are joined now are right, until these are written to.
         self.window = 0
         self._joined: list[tuple[_Run, Tensor, int]] = []  # with their numbers, and how many held these
@@ -199,7 +199,7 @@ class SplitMemory:
         """Gives those parameters that are split their numbers."""
         for run in _neighbours([loan for loan in loans if type(loan.parameter) in _JOINED]):
             start, end = run[0].start, run[-1].end
-            with private_api.unnoticed():
+            with private_module_api.unnoticed():
                 numbers = self.split.join(start, end)
                 for loan in run:
                     parameter, at = loan.parameter, loan.start - start
@@ -207,16 +207,16 @@ class SplitMemory:
                     del vars(parameter)[_LOAN]
                     loan.give(numbers.as_strided(loan.shape, loan.strides, at), numbers, at)
                     loan.window = self.window
-            self._joined.append((run, numbers, private_api.users_of_memory(numbers)))
+            self._joined.append((run, numbers, private_module_api.users_of_memory(numbers)))
 
     def write(self, loan: SplitLoan, step: int) -> None:
         """Writes the copy and the rest of a parameter that keeps its numbers."""
-        with private_api.unnoticed():
+        with private_module_api.unnoticed():
             self.split.split(self._row_of(loan), loan.start, step)
 
     def rounded(self, loan: SplitLoan, step: int) -> Tensor:
         """What :meth:`write` makes of the parameter, or this rank's part of it: its copy."""
-        with private_api.unnoticed():
+        with private_module_api.unnoticed():
             alone = SplitNumbers(loan.end - loan.start, self.split.rest.dtype, self._nothing.device)
             alone.split(self._row_of(loan), 0, step)
             return alone.high.as_strided(loan.shape, loan.strides)
@@ -244,7 +244,7 @@ class SplitMemory:
         wanted = {id(loan): loan for loan in loans if loan.is_seen and type(loan.parameter) in _SPLIT}
         if not wanted:
             return
-        with private_api.unnoticed():
+        with private_module_api.unnoticed():
             free = self._split_runs(wanted, step)
             for loan in wanted.values():  # not split before, or given other memory since
                 if not loan.is_shared:
@@ -255,7 +255,7 @@ class SplitMemory:
             # A graph that still needs the old numbers raises torch's error.
             weights, copies = [loan.parameter for loan in free], [loan.copy for loan in free]
             torch.autograd.graph.increment_version([*[weight.detach() for weight in weights], *copies])
-            versions = zip(private_api.versions_of(weights), private_api.versions_of(copies), strict=True)
+            versions = zip(private_tensor_api.versions_of(weights), private_tensor_api.versions_of(copies), strict=True)
             for loan, (version, copy_version) in zip(free, versions, strict=True):
                 parameter = loan.parameter
                 loan.version, loan.copy_version, loan.was_split = version, copy_version, True
@@ -276,7 +276,7 @@ class SplitMemory:
             ]
             del parts
             elsewhere = len(run) - len(there)
-            is_held = private_api.users_of_memory(numbers) > users - elsewhere
+            is_held = private_module_api.users_of_memory(numbers) > users - elsewhere
             if is_held or [loan for loan in there if id(loan) not in wanted]:
                 kept.append((run, numbers, users))
                 for loan in there:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.core import private_api, private_loop_api
+from lightning_mp.core import private_trainer_api
 from lightning_mp.core.messages import listed
 from lightning_mp.core.precisions import HALF_DTYPES
 
@@ -18,8 +18,8 @@ from lightning_mp.core.precisions import HALF_DTYPES
 def averages_of(trainer: "pl.Trainer") -> list[nn.Module]:
     """The copies of the model that Lightning's averaging callbacks have made before its set-up."""
     averaging = StochasticWeightAveraging | WeightAveraging
-    callbacks = [callback for callback in private_api.callbacks_of(trainer) if isinstance(callback, averaging)]
-    copies = [private_loop_api.average_model_of(callback) for callback in callbacks]
+    callbacks = [callback for callback in private_trainer_api.callbacks_of(trainer) if isinstance(callback, averaging)]
+    copies = [private_trainer_api.average_model_of(callback) for callback in callbacks]
     return [getattr(copied, "module", copied) for copied in copies if copied is not None]
 
 

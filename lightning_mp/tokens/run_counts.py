@@ -1,0 +1,60 @@
+"""What monitors read of a run's counts and of its budget, without how windows are formed and weighed.
+
+The accumulation controller and ``ChinchillaBudget`` derive from these two, so whoever only reads them finds them here.
+"""
+
+from typing import Self
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from lightning_mp.core.run_state import RunState
+from lightning_mp.tokens.counter import TokenCounter
+from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
+
+
+class RunCounts(Callback):
+    """The callback that counts and weighs the micro-batches of a run."""
+
+    #: The totals of all windows that are over.
+    counter: TokenCounter
+
+    @classmethod
+    def of(cls, trainer: "pl.Trainer") -> Self | None:
+        """The one that is at work for this Trainer, if any."""
+        return RunState.of(trainer).callback(cls)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the last micro-batch left its window open."""
+        raise NotImplementedError
+
+    @property
+    def weighting(self) -> Weighting | None:
+        """How micro-batches are measured, settled by the first batch; None where they are not weighted."""
+        raise NotImplementedError
+
+    @property
+    def weight_by(self) -> WeightBy | None:
+        """What micro-batches weigh; None where Lightning's division gives them equal weights."""
+        raise NotImplementedError
+
+    @property
+    def measure(self) -> Measure | None:
+        """The present micro-batch; None where micro-batches are not weighted."""
+        raise NotImplementedError
+
+    @property
+    def loss_factor(self) -> float | Tensor:
+        """By what the loss of the present micro-batch is multiplied, beside Lightning's division."""
+        raise NotImplementedError
+
+
+class RunBudget(Callback):
+    """A callback that ends the run on a budget."""
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """Tokens on which the run ends as planned now; None for a budget of another kind."""
+        raise NotImplementedError
