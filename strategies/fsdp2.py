@@ -28,6 +28,7 @@ from lightning_mp.checkpoints.atomic import (
     remove_checkpoint,
     temporary_path,
 )
+from lightning_mp.checkpoints.background import BackgroundShards
 from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states
 from lightning_mp.checkpoints.sharded import load_checkpoint, without_synthetic_step
 from lightning_mp.checkpoints.single_file import full_optimizer_state
@@ -36,8 +37,9 @@ from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.precisions import low_dtype
+from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
-from lightning_mp.distributed.process_groups import named_mesh
+from lightning_mp.distributed.process_groups import gloo_group, named_mesh
 from lightning_mp.distributed.sharding_rules import Shard, read_resharding, read_shard, unit_names
 from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
@@ -117,11 +119,17 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or
             spread them over that many ranks; None for the default of FSDP2.
         save_distributed_checkpoint: one file per rank (True), or a single file (False).
+        async_checkpoints: write shards in the background: a save copies them to host memory and training continues. A
+            folder gets its name when all ranks have written, and only then are older ones removed. One is written at a
+            time, and ``fit`` returns, or raises, after the last one is complete; its failure ends training at one of
+            the next two batches. After ``fit``, ``trainer.save_checkpoint`` writes at once.
         process_group_backend: "nccl" or "gloo"; None uses the device's default.
         timeout: timeout of collective operations.
 
     Raises:
-        ValueError: if an argument cannot be read; at set-up, if a rule matches nothing, or sizes do not divide.
+        ValueError: if an argument cannot be read, or single files are to be written in the background; at set-up, if a
+            rule matches nothing, or sizes do not divide.
+        RuntimeError: if a checkpoint could not be written in the background.
         MisconfigurationException: at set-up, if a module on the meta device has no ``reset_parameters``, the precision
             plugin cannot keep ranks together, a callback has copied the model (WeightAveraging, SWA),
             ``sync_batchnorm`` is set, or an earlier run has sharded the model over other sizes; at a step, if ranks
@@ -148,12 +156,20 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         tensor_parallel_plan: Plan | None = None,
         reshard_after_forward: bool | int | None = None,
         save_distributed_checkpoint: bool = True,
+        async_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = _DEFAULT_TIMEOUT,
     ) -> None:
         for name, size in (("replicate_size", replicate_size), ("tensor_parallel_size", tensor_parallel_size)):
             whole_number(size, name, "FSDP2Strategy", unit="ranks")
         true_or_false(save_distributed_checkpoint, "save_distributed_checkpoint", "FSDP2Strategy")
+        true_or_false(async_checkpoints, "async_checkpoints", "FSDP2Strategy")
+        if async_checkpoints and not save_distributed_checkpoint:
+            raise ValueError(
+                "FSDP2Strategy(async_checkpoints=True) writes folders with shards in the background, and"
+                " save_distributed_checkpoint=False asks for single files, which rank 0 gathers and writes. Leave one"
+                " of them out; `lightning-mp consolidate` makes a single file of a folder."
+            )
         if tensor_parallel_plan is not None and tensor_parallel_size == 1:
             raise ValueError(
                 "FSDP2Strategy(tensor_parallel_plan=...) says how layers are split, and tensor_parallel_size=1 splits"
@@ -171,10 +187,13 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self.tensor_parallel_plan = read_plan(tensor_parallel_plan) if tensor_parallel_size > 1 else None
         self.reshard_after_forward = read_resharding(reshard_after_forward)
         self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.async_checkpoints = async_checkpoints
         self.unit_names: tuple[str, ...] = ()
         self._collective_timeout = timeout
         self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
         self._ranks_alike: RanksAlike | None = None
+        self._background: BackgroundShards | None = None
+        self._written = AsyncAnyRank()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -236,6 +255,9 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             if not self.save_distributed_checkpoint:
                 refuse_whole_checkpoints(self.optimizers, "FSDP2Strategy")
             self._ranks_alike = RanksAlike(trainer, self.optimizers)
+            if self.async_checkpoints:
+                owner = "FSDP2Strategy(async_checkpoints=True)"
+                self._background = BackgroundShards(gloo_group(self._collective_timeout, owner))
         self.setup_precision_plugin()  # after the optimizers, to which master weights attach
         if self.tensor_parallel_size > 1:
             let_clip_over_meshes(self.precision_plugin, patches)
@@ -284,7 +306,8 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         if isinstance(self.checkpoint_io, AsyncCheckpointIO):
             raise MisconfigurationException(
                 "FSDP2Strategy renames a checkpoint when it is written, and AsyncCheckpointIO would write it later, in"
-                " the background; folders with shards do not go through it at all. Leave AsyncCheckpointIO out."
+                " the background; folders with shards do not go through it at all. Leave AsyncCheckpointIO out;"
+                " FSDP2Strategy(async_checkpoints=True) writes them in the background."
             )
 
     def _check_earlier_sharding(self, module: "pl.LightningModule") -> None:
@@ -303,13 +326,30 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             )
 
     def teardown(self) -> None:
-        """The model stays sharded."""
+        """The model stays sharded. After an exception or a signal, waits for the checkpoint that is being written."""
         self._ranks_alike = None
-        super().teardown()
+        background, self._background = self._background, None
+        try:
+            if background is not None:
+                background.close()
+        finally:
+            super().teardown()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Raises what went wrong in the background, in the same step on all ranks."""
+        background = self._background
+        # Any rank's answer will do: the others end with the same outcome, in a moment.
+        if background is not None and background.in_flight and self._written.ask(background.is_done, self.root_device):
+            background.finish_write()
 
     def on_train_end(self) -> None:
-        """Checks that ranks agreed in the last step as well."""
+        """Checks that ranks agreed in the last step as well, and waits for the last checkpoint."""
         self._flush_ranks()
+        self._wait_for_checkpoint()
+
+    def _wait_for_checkpoint(self) -> None:
+        if self._background is not None:
+            self._background.wait()
 
     def _flush_ranks(self) -> None:
         if self._ranks_alike is not None:
@@ -351,6 +391,13 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         """Writes under a temporary name, and renames it when all ranks are done."""
         self._flush_ranks()
         path = self._local(self.broadcast(filepath))
+        if self._background is not None and storage_options is None:
+            states = checkpoint.pop("optimizer_states", [])
+            shards = {"state_dict": checkpoint.pop("state_dict")}
+            shards.update({f"optimizer_{number}": state for number, state in enumerate(states)})
+            self._background.save(shards, checkpoint, path)
+            self._written = AsyncAnyRank()
+            return
         if self.is_global_zero:
             begin_checkpoint(path)
         self.barrier()  # no rank writes into a folder that rank 0 still clears
@@ -364,6 +411,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         """Reads shards or a single file, written by any number of ranks."""
         assert self.model is not None
         assert self.lightning_module is not None
+        self._wait_for_checkpoint()
         path = existing_checkpoint(self._local(self.broadcast(checkpoint_path)))
         checkpoint = load_checkpoint(
             path, self.model, self.optimizers, strict=self.lightning_module.strict_loading, weights_only=weights_only
@@ -385,7 +433,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Renames it first, so that no part of it looks like a checkpoint."""
         if self.is_global_zero:
-            remove_checkpoint(Path(filepath))
+            (remove_checkpoint if self._background is None else self._background.remove)(Path(filepath))
 
 
 FSDP2Strategy.register_strategies(StrategyRegistry)

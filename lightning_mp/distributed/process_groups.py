@@ -12,6 +12,7 @@ from weakref import ref
 
 import lightning.pytorch as pl
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_mp.core import private_sharding_api
@@ -39,6 +40,22 @@ def own_group(ranks: Sequence[Sequence[int]], timeout: timedelta) -> dist.Proces
     if own is not None:
         private_sharding_api.set_group_timeout(own, timeout)
     return own
+
+
+def gloo_group(timeout: timedelta, owner: str) -> dist.ProcessGroup:
+    """A group of all ranks for the threads that write checkpoints. All ranks have to call it.
+
+    Raises:
+        MisconfigurationException: if this torch was built without gloo.
+    """
+    if not dist.is_gloo_available():
+        raise MisconfigurationException(
+            f"{owner} coordinates the ranks that write over a gloo group, beside NCCL's of the training, and this torch"
+            " was built without gloo. Use a build with gloo, such as those of pytorch.org, or leave the setting out."
+        )
+    group: dist.ProcessGroup = _once(("gloo",), lambda: dist.new_group(backend="gloo"))
+    private_sharding_api.set_group_timeout(group, timeout)
+    return group
 
 
 def _once(key: Hashable, make: Callable[[], Any]) -> Any:

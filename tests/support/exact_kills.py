@@ -30,6 +30,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Any], int]] = {
     "one device": (lambda: "auto", 1),
     "ddp": (lambda: "ddp", 2),
     "fsdp2": (lambda: FSDP2Strategy(process_group_backend="gloo"), 2),
+    "fsdp2, background": (lambda: FSDP2Strategy(process_group_backend="gloo", async_checkpoints=True), 2),
 }
 PRECISIONS: dict[str, Callable[[], Any]] = {
     "fp16": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**24, growth_interval=4)),
