@@ -45,7 +45,8 @@ PRECISIONS: dict[str, Callable[[], Any]] = {
     "16-true": lambda: MasterWeightsPrecision("16-true", scaler=_scaler()),
     "bf16-true": lambda: MasterWeightsPrecision("bf16-true"),
     "bf16-true, remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
-    "fp8-mixed": lambda: Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False),
+    # one scale per row, which does not depend on what else is in a rank's batch
+    "fp8-mixed": lambda: Float8Precision("rowwise", emulate=True, skip_small=False, skip_first_and_last=False),
     "TF32": TF32Precision,
     "bf16-true, 24bit": lambda: MasterWeightsPrecision("bf16-true", storage="24bit"),
 }

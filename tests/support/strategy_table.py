@@ -46,7 +46,7 @@ outside of these tolerances, as tests show. The one process is within four times
 | 16-true, bf16-true | `MasterWeightsPrecision`, with fp32 masters |
 | bf16-true, remainder | `MasterWeightsPrecision("bf16-true", storage="remainder")` |
 | bf16-true, 24bit | `MasterWeightsPrecision("bf16-true", storage="24bit")` |
-| fp8-mixed | `Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False)`: multiplied in fp32 |
+| fp8-mixed | `Float8Precision("rowwise", emulate=True, skip_small=False, skip_first_and_last=False)` |
 | TF32 | `TF32Precision`, which a CPU does not have |
 
 With 1 micro-batch the optimizer is unfused SGD with momentum, and ranks have equal numbers of samples. With 3
@@ -56,8 +56,8 @@ With 1 micro-batch the optimizer is unfused SGD with momentum, and ranks have eq
 _ABOUT = {
     "`DDPStrategy`": """\
 The last two are `ReducedPrecisionDDPStrategy` by its names `mp_ddp_bf16_reduce` and `mp_ddp_fp16_reduce`; 16-bit
-gradients, as masters have them, are reduced as they are. With a static graph, windows of several micro-batches work
-from the second step on.""",
+gradients, as masters have them, are reduced as they are, and the fp32 ones of norms in that format. With a static
+graph, windows of several micro-batches work from the second step on.""",
     "`FSDPStrategy`": """\
 Run through a subclass that tells torch to use the CPU. Under autocast FSDP1 also casts floating-point batches to 16
 bit, targets too, and gathers all parameters in 16 bit; with a `policy` that names modules it does neither.""",
@@ -74,7 +74,8 @@ not divide it.""",
 _NOT_VERIFIED = """
 ## What is not verified
 
-Nothing on this page ran on a GPU or over NCCL, on more than 4 processes, or on more than one machine.
+More than one GPU, more than 4 processes, more than one machine. On one H200, DDP, FSDP1, `FSDP2Strategy`,
+`ModelParallelStrategy` and `reduced_precision_hook` trained with one rank over NCCL.
 """
 
 
