@@ -19,8 +19,8 @@ for which the other ranks wait in their backwards. Where the shapes of a batch h
 with the reduction as always.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -204,8 +204,14 @@ class SplitStep:
             if self._ddp is not None and self._trainer.global_step > 0:
                 self._fitted.add(_shapes(part.batch))
         if closes and self._ddp is not None and not overlaps:
-            reduce_gradients(self._ddp)
+            with self._hooked_by_ddp() as hooked:
+                reduce_gradients(self._ddp, hooked)
         return ran
+
+    def _hooked_by_ddp(self) -> AbstractContextManager[Iterable[Tensor]]:
+        """The tensors whose gradients DDP reduces: the parameters, or 16-bit copies of master weights."""
+        of_plugin = getattr(self._trainer.precision_plugin, "hooked_by_ddp", None)
+        return of_plugin() if of_plugin is not None else nullcontext(self._module.parameters())
 
     def _known_of(self, parts: list[Microbatch]) -> list[Part]:
         """What is known of parts before they run; empty for a batch that runs whole."""

@@ -1,5 +1,6 @@
 """Gradients that a rank has computed without DDP's reduction, reduced afterwards as if in one backward."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,13 +9,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-def reduce_gradients(model: DistributedDataParallel) -> None:
+def reduce_gradients(model: DistributedDataParallel, hooked: Iterable[Tensor]) -> None:
     """Sends every ``p.grad`` through DDP's own reducer, bucket by bucket, in the order of any other backward.
+
+    ``hooked`` are the tensors that DDP has hooked: parameters, or what stands in their place.
 
     Other ranks may be in a backward that overlaps with its reduction: they wait for these buckets in theirs. A backward
     that adds zeros is what sets the reducer to work; communication hooks run as always.
     """
-    used = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
+    used = [p for p in hooked if p.requires_grad and p.grad is not None]
     with torch.enable_grad():
         outputs = [_passed(p) for p in used]
     prepare_for_backward(model, outputs)

@@ -364,6 +364,17 @@ class MasterWeightsPrecision(GradientStepPrecision):
         with lent.gradients_at_leaves() if lent is not None else nullcontext():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
+    @contextmanager
+    def hooked_by_ddp(self) -> Iterator[list[Tensor]]:
+        """The tensors whose gradients DDP reduces, with the gradients of their parameters; handed back at the end."""
+        lent = self._lent
+        if lent is None or not lent.has_leaves:
+            yield list(self._run.trainer.lightning_module.parameters())
+            return
+        leaves = {loan.parameter: loan.lent for loan in lent.loans if loan.lent is not None}
+        with lent.gradients_at_leaves():
+            yield [leaves.get(p, p) for p in self._run.trainer.lightning_module.parameters()]
+
     @property
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
         """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
