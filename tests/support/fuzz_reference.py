@@ -315,9 +315,6 @@ def reference(case: Case) -> Result:
     for epoch in range(case.epochs):
         if epoch == 1 and case.added_group:
             loop.net.late.requires_grad_(True)
-            if case.masters:  # until now it was held in 16 bit, without a master
-                for parameter in loop.net.late.parameters():
-                    parameter.data = parameter.data.to(case.dtype).float()
             loop.optimizer.add_param_group({"params": list(loop.net.late.parameters())})
         numbered = [(epoch * len(case.sizes) + i, x, y) for i, (x, y) in enumerate(batches_of(case))]
         for first in range(0, len(numbered), case.window):
