@@ -465,7 +465,8 @@ class AccumulationController(RunCounts):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
         """Records the tokens of a skipped step, which only plugins of this package and OverflowMonitor report."""
-        if not outcome.stepped and self._fit.step_has_window:
+        has_window, self._fit.step_has_window = self._fit.step_has_window, False
+        if has_window and not outcome.stepped:
             self.counter.skip_last_window()
 
     def on_train_batch_end(
@@ -507,9 +508,9 @@ class AccumulationController(RunCounts):
         """Books a window, if there is one, before an optimizer steps or skips its step."""
         factor = None
         local, micro_batch = self.state.window.totals, self.state.micro_batch
-        self._fit.step_has_window = totals is not None
         if totals is not None:
             assert local is not None
+            self._fit.step_has_window = True
             num_ranks, weighing = world_size(), self._fit.weighing
             # Ranks that share their data (tensor parallel) have counted it once each.
             totals_once = totals / (num_ranks // self._num_data_ranks)

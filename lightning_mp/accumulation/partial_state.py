@@ -104,7 +104,10 @@ class PartialAccumulation:
         parameters = dict(module.named_parameters())
         for name, gradient in self.gradients.items():
             parameter = parameters[name]
-            parameter.grad = torch.empty_like(parameter).copy_(gradient if share == 1 else gradient * share)
+            dtype = parameter.grad_dtype or gradient.dtype  # of masters 16 bit
+            parameter.grad = torch.empty_like(parameter, dtype=dtype).copy_(
+                gradient if share == 1 else gradient * share
+            )
 
     def totals_of_rank(self, *, is_global_zero: bool, same_layout: bool) -> AccumulationTotals:
         """The totals that a rank continues from: rank 0 from all of them, so that their sum stays the same."""
