@@ -44,6 +44,7 @@ class _Fit:
     trainer: "pl.Trainer"
     uncounted_batches: int  # that come before the one whose operations are counted
     tally: FlopTally | None = None  # while they are
+    was_repeated: bool = False  # an attempt at that micro-batch ran out of memory on this rank
     is_settled: bool = False  # it is known what a token costs
     is_warm: bool = False  # the first optimizer step is over
     changes: TokenCounterDeltas | None = None  # from the start of training on
@@ -252,9 +253,10 @@ class MFUMonitor(SettingsRepr, Callback):
             fit.tally = FlopTally().__enter__()
 
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """The first micro-batch is counted, unless attempts that failed are among its operations."""
-        if self._fit is not None and self._fit.tally is not None and not RunningParts.of(trainer).is_repeated:
-            self.flop_count = self._fit.tally.count
+        """The first micro-batch is counted, unless attempts that failed are among its operations on this rank."""
+        if self._fit is not None and self._fit.tally is not None:
+            self._fit.was_repeated = RunningParts.of(trainer).is_repeated
+            self.flop_count = None if self._fit.was_repeated else self._fit.tally.count
             self._fit.stop_counting()
 
     def _determine_work(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
@@ -262,11 +264,17 @@ class MFUMonitor(SettingsRepr, Callback):
         measure = self._controller.measure
         assert measure is not None
         model, again, counted_model = None, None, None
-        if self.flop_count is not None:
-            counted = self.flop_count
-            numbers = [float(counted.model), float(counted.recompute), float(measure.input_tokens)]
+        counted, fit = self.flop_count, self._fit
+        assert fit is not None
+        if counted is not None or fit.was_repeated:
+            numbers = [0.0, 0.0, 0.0]  # ranks that could not count leave it to the others
+            if counted is not None:
+                numbers = [float(counted.model), float(counted.recompute), float(measure.input_tokens)]
             dtype = gradient_ops.accumulation_dtype(pl_module.device)
             sums = gradient_ops.sum_over_ranks_(torch.tensor(numbers, dtype=dtype, device=pl_module.device)).tolist()
+            if sums[2] == 0.0:
+                fit.is_settled = False  # the next micro-batch will do
+                return
             tokens_once = sums[2] / (trainer.world_size // num_data_ranks(trainer))
             counted_model, again = sums[0] / tokens_once, sums[1] / tokens_once
         if self.flops_per_token == "exact":
