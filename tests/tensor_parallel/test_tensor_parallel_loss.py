@@ -107,18 +107,19 @@ def test_it_counts_the_targets_that_torchs_counts() -> None:
     rows = 301
 
     def run(rank: int) -> None:
-        split = VocabParallelSplit(process_group())
         whole = torch.zeros(rows, VOCABULARY, dtype=torch.bfloat16)
         labels = torch.arange(rows) % VOCABULARY
         labels[:2] = -100
-        part = split.own(whole, 1).clone().requires_grad_()
-        for weight in (None, WEIGHT.float()):
-            of_parts = F.cross_entropy(split_logits(part * 1, split), labels, weight)
-            of_whole = F.cross_entropy(whole.float().requires_grad_(), labels, weight)
-            for loss, expected in ((of_parts, of_whole), (of_parts / 2 + 1, of_whole / 2 + 1)):
-                (ours,), (theirs,) = read_items(loss).means, read_items(expected).means
-                assert (ours.kind, ours.factor, ours.most) == (theirs.kind, theirs.factor, theirs.most)
-                assert ours.total == pytest.approx(theirs.total, rel=1e-6)
+        with process_group():
+            split = VocabParallelSplit(dist.group.WORLD)
+            part = split.own(whole, 1).clone().requires_grad_()
+            for weight in (None, WEIGHT.float()):
+                of_parts = F.cross_entropy(split_logits(part * 1, split), labels, weight)
+                of_whole = F.cross_entropy(whole.float().requires_grad_(), labels, weight)
+                for loss, expected in ((of_parts, of_whole), (of_parts / 2 + 1, of_whole / 2 + 1)):
+                    (ours,), (theirs,) = read_items(loss).means, read_items(expected).means
+                    assert (ours.kind, ours.factor, ours.most) == (theirs.kind, theirs.factor, theirs.most)
+                    assert ours.total == pytest.approx(theirs.total, rel=1e-6)
 
     run_ranks(run, 2)
 
