@@ -104,6 +104,8 @@ def _names(*names: str) -> frozenset[str]:
 _VIEWS = _names("ToCopy", "Clone", "Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ReshapeAlias")
 #: Of :mod:`lightning_mp.accumulation`: losses that say what their items are.
 _OWN = frozenset({"_NoLossBackward"})
+#: Of :mod:`lightning_mp.tensor_parallel.vocab_parallel_logits`: the mean of a cross-entropy whose classes are split.
+_SPLIT_CROSS_ENTROPY = "_MeanOfTargetsBackward"
 _SINK = "_DDPSinkBackward"  # all outputs of the wrapped module pass through it
 _PASSED = _VIEWS | _names("NanToNum") | {_SINK}
 _ADDS, _MULS, _DIVS, _STACKS = _names("Add", "Sub", "Neg"), _names("Mul"), _names("Div"), _names("Stack", "Cat")
@@ -154,6 +156,8 @@ class _Walk:
                 self._multiply(node, name, factor, divisions)
             elif name in _MEANS or name in _SUMS or hasattr(node, "_saved_reduction"):
                 self._reduce(node, name, factor, divisions)
+            elif name == _SPLIT_CROSS_ENTROPY:
+                self._add_targets(node, factor, divisions)
             elif not _is_of_weights(node):
                 raise _Unreadable(f"of {name.partition('Backward')[0]}, which is no mean")
             elif factor == 0.0:
@@ -237,6 +241,14 @@ class _Walk:
         if total is None:
             raise _Unreadable("saved-tensor hooks or a sharded loss hide how many targets it counts")
         self._means.append((f"targets of {classes} classes", total, factor, divisions, number / max(classes, 1)))
+
+    def _add_targets(self, node: Any, factor: float | None, divisions: tuple[_Division, ...]) -> None:
+        """The targets of a cross-entropy whose classes are split: those that a whole one counts."""
+        value = _saved_tensor(node._raw_saved_tensors[0])
+        if value is None:
+            raise _Unreadable("saved-tensor hooks hide how many targets it counts")
+        kind = f"targets of {node.classes} classes"
+        self._means.append((kind, on_host(value), factor, divisions, float(node.most_targets)))
 
     def _items(self, form: tuple[str, ...], loss: Tensor) -> Items:
         for kind, number, divisions, factors in self._sums.values():
