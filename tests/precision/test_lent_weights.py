@@ -50,6 +50,10 @@ def counted_splits() -> Iterator[Counter[int]]:
 with_each_storage = pytest.mark.parametrize(
     "storage", ["fp32", pytest.param("remainder", marks=pytest.mark.full)], indirect=True
 )
+#: A test of its own where a grid is large: all pairs of the other values with this storage, too.
+with_split_weights = pytest.mark.parametrize(
+    "storage", [pytest.param("remainder", marks=pytest.mark.full)], indirect=True
+)
 
 
 @pytest.fixture(autouse=True)
@@ -323,11 +327,18 @@ OPTIMIZERS |= {
 }
 
 
-@with_each_storage
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("window", [1, 3])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_optimizer_steps_fp32_weights_with_fp32_gradients(optimizer: str, window: int, clip: float | None) -> None:
+    check_against_hand(lambda: Language(OPTIMIZERS[optimizer]), window=window, clip=clip)
+
+
+@with_split_weights
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizer_steps_split_weights_with_fp32_gradients(optimizer: str, window: int, clip: float | None) -> None:
     check_against_hand(lambda: Language(OPTIMIZERS[optimizer]), window=window, clip=clip)
 
 
@@ -691,10 +702,7 @@ class Validated(Fitted):
             assert float(F.mse_loss(self.net(batch[0]), batch[1])) == float(loss)
 
 
-@with_each_storage
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("swaps", [False, True])
-def test_a_validation_changes_nothing(swaps: bool, window: int) -> None:
+def check_validation(*, swaps: bool, window: int) -> None:
     module, plain = Validated(swaps=swaps), Fitted()
     trainer = quiet_trainer(plugins=[master_weights(weight_by=None)], max_epochs=2, val_check_interval=1)
     trainer.accumulate_grad_batches = window
@@ -702,6 +710,19 @@ def test_a_validation_changes_nothing(swaps: bool, window: int) -> None:
     fit(plain, accumulate_grad_batches=window)
     assert same(weights(module), weights(plain))
     assert len(set(module.losses)) > 2 * 2 * 6 // window - 2
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_validation_changes_nothing(swaps: bool, window: int) -> None:
+    check_validation(swaps=swaps, window=window)
+
+
+@with_split_weights
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_validation_of_split_weights_changes_nothing(swaps: bool, window: int) -> None:
+    check_validation(swaps=swaps, window=window)
 
 
 @with_each_storage
