@@ -70,19 +70,7 @@ def check_ranks(train: Callable[[int], list[Tensor]], expected: list[Tensor], *,
 # -- DDP: the copies are leaves, and reduced in 16 bit -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [
-        ({}, "bf16-true"),
-        ({}, "16-true"),
-        ({"gradient_as_bucket_view": True}, "bf16-true"),
-        ({"static_graph": True}, "bf16-true"),
-        ({"find_unused_parameters": True}, "bf16-true"),
-    ],
-    ids=["plain", "fp16", "bucket views", "static graph", "unused parameters"],
-)
-@pytest.mark.parametrize("window", [1, 3])
-def test_ddp_equals_one_process(kind: dict[str, Any], precision: str, window: int) -> None:
+def check_ddp(kind: dict[str, Any], precision: str = "bf16-true", *, window: int = 1) -> None:
     make = partial(Ranked, uses_all="find_unused_parameters" not in kind)
 
     def train(rank: int) -> list[Tensor]:
@@ -92,6 +80,26 @@ def test_ddp_equals_one_process(kind: dict[str, Any], precision: str, window: in
         return full(module)
 
     check_ranks(train, two_ranks_by_hand(make, precision, window=window), atol=2e-5 if precision == "16-true" else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        ({}, "bf16-true"),
+        ({}, "16-true"),
+        ({"gradient_as_bucket_view": True}, "bf16-true"),
+        ({"find_unused_parameters": True}, "bf16-true"),
+    ],
+    ids=["plain", "fp16", "bucket views", "unused parameters"],
+)
+@pytest.mark.parametrize("window", [1, 3])
+def test_ddp_equals_one_process(kind: dict[str, Any], precision: str, window: int) -> None:
+    check_ddp(kind, precision, window=window)
+
+
+def test_ddp_with_a_static_graph_equals_one_process() -> None:
+    """Without a window: torch asserts, with masters or without, where the first backward of a run does not reduce."""
+    check_ddp({"static_graph": True})
 
 
 plain_sgd = partial(torch.optim.SGD, lr=0.1)  # without weight decay
@@ -232,8 +240,11 @@ def test_fsdp2_equals_one_process(kind: type[Ranked]) -> None:
 @pytest.mark.parametrize("distributed", [False, True], ids=["one file", "shards"])
 @pytest.mark.parametrize("kind", [Sharded, Split])
 def test_sharded_runs_resume_exactly(kind: type[Ranked], distributed: bool, tmp_path: Path) -> None:
+    # Split has DTensors and plain tensors, of which no foreach function takes a mix. Lightning steps on loading.
+    optimizer = "adam" if kind is Split else "adamw_foreach"
+
     def train(rank: int, epochs: int, *, resume: bool = False, save: bool = False) -> list[Tensor]:
-        module = kind(OPTIMIZERS["adamw_foreach"])
+        module = kind(OPTIMIZERS[optimizer])
         strategy = model_parallel(kind, save_distributed_checkpoint=distributed)
         trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[master_weights()], max_epochs=epochs)
         batches = BATCHES[0 if kind is Split else rank]
