@@ -167,7 +167,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         if async_checkpoints and not save_distributed_checkpoint:
             raise ValueError(
                 "FSDP2Strategy(async_checkpoints=True) writes folders with shards in the background, and"
-                " save_distributed_checkpoint=False asks for single files, which rank 0 gathers and writes. Leave one"
+                " save_distributed_checkpoint=False requires single files, which rank 0 gathers and writes. Leave one"
                 " of them out; `lightning-mp consolidate` makes a single file of a folder."
             )
         if tensor_parallel_plan is not None and tensor_parallel_size == 1:

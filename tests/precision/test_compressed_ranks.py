@@ -12,8 +12,8 @@ from gloo import run_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import OPTIMIZERS, master_weights
+from master_ranks import BATCHES, GatheredInFp32, Ranked, Sharded, Split, ddp, full, model_parallel
 from small_models import fit, loader, quiet_trainer
-from test_master_weights_ranks import BATCHES, GatheredInFp32, Ranked, Sharded, Split, ddp, full, model_parallel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

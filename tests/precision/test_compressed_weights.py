@@ -13,12 +13,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lent_models import FLAT, Fitted, fit, mlp, same
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import master_weights
 from small_models import loader, quiet_trainer, weights
 from split_reference import EVERY_CLASS, away, bits, round_to_24_bits
-from test_lent_weights import FLAT, Fitted, fit, mlp, same
 from torch import Tensor, nn
 from torch.nn import functional as F
 

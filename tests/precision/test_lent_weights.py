@@ -1,18 +1,22 @@
 """Modules compute with 16-bit copies of fp32 weights: to the bit what a loop does that casts by hand, in all cases."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import lent_models
 import lightning.pytorch as pl
 import pytest
 import torch
+from lent_models import FLAT, SEQUENCES, TOKENS, Fitted, fit, mlp, same
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from master_loops import LoopByHand, clip_by_hand, counted_casts, master_weights, masters_of
 from small_models import loader, quiet_trainer, weights
+from split_reference import away
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -23,46 +27,48 @@ from torch.utils.checkpoint import checkpoint
 import lightning_mp
 from lightning_mp import ActivationCheckpointing, JointOptimizer
 from lightning_mp.gradients import step_blocks
-
-GENERATOR = torch.Generator().manual_seed(0)
-SEQUENCES = [(torch.randn(4, 5, 8, generator=GENERATOR), torch.randn(4, 5, 8, generator=GENERATOR)) for _ in range(6)]
-FLAT = [(x[:, 0], y[:, 0]) for x, y in SEQUENCES]
-TOKENS = [torch.randint(16, (4, 6), generator=GENERATOR) for _ in range(6)]
-
-sgd: Any = partial(torch.optim.SGD, lr=0.1)
+from lightning_mp.precision.masters.split_parameters import SPLIT_CLASSES, SplitMemory
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+@contextmanager
+def counted_splits() -> Iterator[Counter[int]]:
+    """How often each parameter with a gradient, by its id, is split."""
+    splits: Counter[int] = Counter()
+    own = SplitMemory.compress
+
+    def compress(self: SplitMemory, loans: Any, step: int) -> None:
+        before = [loan.parameter for loan in self.loans if type(loan.parameter) not in SPLIT_CLASSES]
+        own(self, loans, step)
+        splits.update(id(p) for p in before if type(p) in SPLIT_CLASSES and p.grad is not None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SplitMemory, "compress", compress)
+        yield splits
 
 
-class Fitted(pl.LightningModule):
-    """A network made by ``make_net``, with the mean squared error of its first output."""
-
-    data: Any = SEQUENCES
-
-    def __init__(self, make_net: Callable[[], nn.Module] = mlp, make_optimizer: Any = sgd) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.net: Any = make_net()
-        self.make_optimizer = make_optimizer
-
-    def out(self, x: Tensor) -> Tensor:
-        out = self.net(x)
-        return out[0] if isinstance(out, tuple) else out
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return F.mse_loss(self.out(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+#: The other tests say how often a weight is cast to 16 bit, or compare with fp32 where a split rounds otherwise.
+with_each_storage = pytest.mark.parametrize(
+    "storage", ["fp32", pytest.param("remainder", marks=pytest.mark.full)], indirect=True
+)
+#: A test of its own where a grid is large: all pairs of the other values with this storage, too.
+with_split_weights = pytest.mark.parametrize(
+    "storage", [pytest.param("remainder", marks=pytest.mark.full)], indirect=True
+)
 
 
-def fit(module: pl.LightningModule, *, epochs: int = 2, plugin: Any = None, **settings: Any) -> pl.Trainer:
-    trainer = quiet_trainer(plugins=[plugin or master_weights(weight_by=None)], max_epochs=epochs, **settings)
-    torch.manual_seed(7)  # dropout
-    trainer.fit(module, loader(list(module.data)))  # type: ignore[arg-type]
-    return trainer
+@pytest.fixture(autouse=True)
+def storage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With "remainder", the loop by hand rounds as a split does, and splits are counted in place of casts."""
+    if getattr(request, "param", "fp32") == "fp32":
+        return
+
+    def cast(self: LoopByHand) -> None:
+        self.leaves = {p: nn.Parameter(away(p)) for _, _, p in self.places}
+
+    monkeypatch.setattr(LoopByHand, "cast", cast)
+    for module in (lent_models, request.module):
+        monkeypatch.setattr(module, "master_weights", partial(master_weights, storage=request.param))
+    monkeypatch.setattr(request.module, "counted_casts", counted_splits)
 
 
 def fit_by_hand(module: Any, *, epochs: int = 2, window: int = 1, clip: float | None = None) -> list[Tensor]:
@@ -86,10 +92,6 @@ def fit_by_hand(module: Any, *, epochs: int = 2, window: int = 1, clip: float | 
     getattr(optimizer, "eval", lambda: None)()
     loop.autocast.detach()
     return weights(module)
-
-
-def same(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) > 0 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def farthest(first: nn.Module, second: nn.Module) -> float:
@@ -220,6 +222,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@with_each_storage
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 @pytest.mark.filterwarnings("ignore:.*`torch.nn.utils.parametrizations.weight_norm`")
 @pytest.mark.parametrize("net", NETS)
@@ -260,6 +263,7 @@ class OwnWeight(Fitted):
         return F.mse_loss(self.net(batch[0]) * self.temperature.exp(), batch[1])
 
 
+@with_each_storage
 @pytest.mark.parametrize("kind", [Penalty, DoubleBackward, Siamese, OwnWeight])
 def test_steps_use_weights_and_modules_in_any_way(kind: type[Fitted]) -> None:
     check_against_hand(kind)
@@ -330,6 +334,15 @@ def test_any_optimizer_steps_fp32_weights_with_fp32_gradients(optimizer: str, wi
     check_against_hand(lambda: Language(OPTIMIZERS[optimizer]), window=window, clip=clip)
 
 
+@with_split_weights
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_any_optimizer_steps_split_weights_with_fp32_gradients(optimizer: str, window: int, clip: float | None) -> None:
+    check_against_hand(lambda: Language(OPTIMIZERS[optimizer]), window=window, clip=clip)
+
+
+@with_each_storage
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
 def test_blocks_change_no_bit(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
@@ -342,6 +355,7 @@ def test_blocks_change_no_bit(optimizer: str, monkeypatch: pytest.MonkeyPatch) -
     assert same(*ends)
 
 
+@with_each_storage
 @pytest.mark.parametrize("name", ["OverflowMonitor", "UnderflowMonitor", "PrecisionAudit", "OverflowPostMortem"])
 def test_monitors_change_nothing(name: str) -> None:
     module = Fitted()
@@ -349,6 +363,7 @@ def test_monitors_change_nothing(name: str) -> None:
     assert same(weights(module), fit_by_hand(Fitted()))
 
 
+@with_each_storage
 def test_recomputed_modules_find_the_copies_of_their_forward() -> None:
     module = Fitted()
     fit(module, callbacks=[ActivationCheckpointing(nn.GELU)])
@@ -402,6 +417,7 @@ def _climbed(parameters: list[Any]) -> Iterator[None]:
         parameter.data.sub_(step)
 
 
+@with_each_storage
 @pytest.mark.parametrize("how", ["manual_backward", "backward", "autograd.grad", "climb", "clip", "window"])
 def test_manual_optimization(how: str) -> None:
     module, by_hand = Manual(how), Manual()
@@ -460,6 +476,7 @@ class Gan(pl.LightningModule):
             self.clamp()
 
 
+@with_each_storage
 def test_a_gan_whose_critic_is_clamped_in_its_step() -> None:
     module, by_hand = Gan(), Gan()
     fit(module)
@@ -494,6 +511,7 @@ class Sam(torch.optim.Optimizer):
         return loss
 
 
+@with_each_storage
 @pytest.mark.parametrize(
     "make",
     [Sam, partial(Sam, by_data=True), partial(torch.optim.LBFGS, lr=0.1, max_iter=4)],
@@ -516,6 +534,7 @@ def test_optimizers_that_evaluate_the_loss(make: Any) -> None:
     assert same(weights(module), weights(by_hand))
 
 
+@with_each_storage
 def test_hooks_of_parameters_run_and_count() -> None:
     seen = set()
 
@@ -532,6 +551,7 @@ def test_hooks_of_parameters_run_and_count() -> None:
     assert seen == {torch.bfloat16}
 
 
+@with_each_storage
 def test_functional_calls_are_cast_by_autocast() -> None:
     class Functional(Fitted):
         def out(self, x: Tensor) -> Tensor:
@@ -590,6 +610,7 @@ class Teacher(Fitted):
         return optimizer
 
 
+@with_each_storage
 @pytest.mark.parametrize("where", ["on_train_batch_end", "training_step", "forward", "optimizer", "AveragedModel"])
 def test_target_networks_follow(where: str) -> None:
     """In bf16 they would stand still: 0.001 of the distance is below the last bit."""
@@ -619,6 +640,7 @@ WRITES: dict[str, Callable[[Fitted], Any]] = {
 }
 
 
+@with_each_storage
 @pytest.mark.parametrize("how", WRITES)
 def test_a_write_between_steps_counts(how: str) -> None:
     class Writes(Fitted):
@@ -645,6 +667,7 @@ class Clamped(nn.Linear):
         return super().forward(input)
 
 
+@with_each_storage
 @pytest.mark.parametrize("how", ["no_grad", "data", "assigned"])
 def test_a_weight_that_its_own_forward_writes_to_is_kept_in_fp32(how: str) -> None:
     kind = type("Clamped", (Clamped,), {"how": how})
@@ -679,9 +702,7 @@ class Validated(Fitted):
             assert float(F.mse_loss(self.net(batch[0]), batch[1])) == float(loss)
 
 
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("swaps", [False, True])
-def test_a_validation_changes_nothing(swaps: bool, window: int) -> None:
+def check_validation(*, swaps: bool, window: int) -> None:
     module, plain = Validated(swaps=swaps), Fitted()
     trainer = quiet_trainer(plugins=[master_weights(weight_by=None)], max_epochs=2, val_check_interval=1)
     trainer.accumulate_grad_batches = window
@@ -691,6 +712,20 @@ def test_a_validation_changes_nothing(swaps: bool, window: int) -> None:
     assert len(set(module.losses)) > 2 * 2 * 6 // window - 2
 
 
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_validation_changes_nothing(swaps: bool, window: int) -> None:
+    check_validation(swaps=swaps, window=window)
+
+
+@with_split_weights
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_validation_of_split_weights_changes_nothing(swaps: bool, window: int) -> None:
+    check_validation(swaps=swaps, window=window)
+
+
+@with_each_storage
 def test_averages_are_of_fp32_weights() -> None:
     module, by_hand = Fitted(), Fitted()
     average = EMAWeightAveraging(decay=0.999)
@@ -707,6 +742,7 @@ def test_averages_are_of_fp32_weights() -> None:
         torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=1e-6)
 
 
+@with_each_storage
 def test_after_a_fit_nothing_is_left() -> None:
     module = Fitted()
     trainer = fit(module)
@@ -720,6 +756,7 @@ def test_after_a_fit_nothing_is_left() -> None:
     assert same(weights(module), weights(again))
 
 
+@with_each_storage
 def test_an_exception_in_a_forward_leaves_the_parameters() -> None:
     class Breaks(nn.Module):
         def __init__(self) -> None:
@@ -753,6 +790,7 @@ def test_a_layer_that_is_unfrozen_trains_and_is_cast_once_per_window_from_then_o
     assert casts[id(module.net[2].weight)] == 12
 
 
+@with_each_storage
 def test_weights_loaded_in_16_bit_are_widened_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
     module, by_hand = Fitted().bfloat16(), Fitted().bfloat16().float()
     with caplog.at_level("INFO"):

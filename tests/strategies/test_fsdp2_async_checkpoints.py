@@ -412,7 +412,7 @@ def test_a_kill_in_the_background_leaves_the_checkpoint_before_it(when: str, tmp
 
 
 def test_single_files_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"asks for single files, which rank 0 gathers and writes. Leave one of them"):
+    with pytest.raises(ValueError, match=r"requires single files, which rank 0 gathers and writes. Leave one of them"):
         fsdp2(async_checkpoints=True, save_distributed_checkpoint=False)
 
 
