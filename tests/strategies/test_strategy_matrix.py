@@ -51,8 +51,6 @@ HEALTHY = [step for step in range(NUM_WINDOWS) if step not in (LOSS_WINDOW, GRAD
 REFUSALS = {
     r"; TF32;": r"TF32Precision cannot run on this device: .* Use Trainer\(precision='32-true'\)",
     r"^FSDP1.*; .*(remainder|24bit);": r"storage='(remainder|24bit)'\) cannot be used with .* Leave storage out",
-    # ParallelNet and HybridNet call fully_shard without a mixed-precision policy
-    r"^FSDP2(, hybrid 2 x 2| x tensor parallel, 2 x 2|); .*(remainder|24bit);": r"gathers these weights in fp32",
     r"fp16 reduction; (bf16|fp8)": r"reduced in fp16, and nothing scales the loss .* or reduce in bf16",
     r"static graph; .*; 3": r"static_graph=True.* Leave static_graph out",
 }

@@ -12,7 +12,7 @@ from strategy_runs import WIDTH, Cell, Layout, Net, Run, train
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -57,8 +57,11 @@ class HybridNet(Net):
 
 
 def _shard_layers(net: Net, mesh: DeviceMesh) -> None:
+    """Compressed masters want their 16-bit copies to be what is gathered."""
+    compressed = getattr(net.trainer.precision_plugin, "storage", "fp32") != "fp32"
     for layer in (net.up, net.down, net.norm, net.head):
-        fully_shard(layer, mesh=mesh)
+        low = torch.bfloat16 if compressed and layer is not net.norm else None
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32))
 
 
 class PipelinedNet(Net):
