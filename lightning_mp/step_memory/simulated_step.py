@@ -227,6 +227,8 @@ def simulate_step(
     live.add("buffers", model.module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
+    padding = [tensor for one in optimizers for tensor in one.padding]  # alive until the end
+    live.add("weights", padding)
     with (
         torch.random.fork_rng(enabled=True),
         _without_one_dnn(),

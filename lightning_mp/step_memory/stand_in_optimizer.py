@@ -137,6 +137,15 @@ class StandInOptimizer:
         return [kept for _, _, kept in self._of if kept is not None]
 
     @property
+    def padding(self) -> list[Tensor]:
+        """What fills up the memory that copies and rests of compressed masters share, on the side of the copies."""
+        return [
+            torch.empty(kept.numel() - parameter.numel(), dtype=parameter.dtype, device="meta")
+            for parameter, _, kept in self._of
+            if kept is not None and not kept.is_floating_point()
+        ]
+
+    @property
     def states(self) -> list[Tensor]:
         """Every tensor of the optimizer's state."""
         return list(_parts_of(tensors_in([dict(state) for state in self.optimizer.state.values()])))
