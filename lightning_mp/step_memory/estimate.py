@@ -277,6 +277,7 @@ def draw_timeline(estimate: MemoryEstimate, path: Path) -> None:
     figure.savefig(path)
 
 
+_FP32_BYTES = 4
 _REDUCED_BYTES = 4  # FSDP2 reduces gradients in fp32 with every plugin of this package
 _SHARDED: frozenset[Part] = frozenset({"weights", "masters", "optimizer states", "gradients"})
 _UNITS_AT_ONCE = 2  # the unit that runs and the next one, which is gathered meanwhile
@@ -344,7 +345,8 @@ def under_fsdp2(
         reduced += _REDUCED_BYTES * sum(unit.learning for unit in found)
     result = []
     for sample in samples:
-        sharded = {part: ceil(size * share) if part in _SHARDED else size for part, size in _of_shards(sample).items()}
+        of_shards = _of_shards(sample, precision)
+        sharded = {part: ceil(size * share) if part in _SHARDED else size for part, size in of_shards.items()}
         if sample.phase == "optimizer step":
             sharded["temporaries"] = ceil(sharded.get("temporaries", 0) * share)
             extra: Mapping[Part, int] = {}
@@ -355,14 +357,14 @@ def under_fsdp2(
     return result
 
 
-def _of_shards(sample: MemorySample) -> dict[Part, int]:
-    """Of masters FSDP2 holds fp32 shards and their fp32 gradients; 16-bit copies are what it gathers."""
+def _of_shards(sample: MemorySample, precision: PrecisionSpec) -> dict[Part, int]:
+    """Of masters FSDP2 holds fp32 shards, or their copies and rests, and fp32 gradients; it gathers 16-bit copies."""
     parts = dict(sample.bytes_by_part)
-    copies = parts.get("masters", 0) // 2
-    gradients = parts.get("gradients", 0)
+    masters, gradients = parts.get("masters", 0), parts.get("gradients", 0)
+    copies = masters // 2 if precision.master_bytes == _FP32_BYTES else 0
     return parts | {
         "weights": max(0, parts.get("weights", 0) - copies),
-        "gradients": 2 * gradients if copies else gradients,
+        "gradients": 2 * gradients if masters else gradients,
     }
 
 

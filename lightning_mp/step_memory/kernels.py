@@ -116,10 +116,18 @@ def cpu_workspace_bytes(operation: Any, args: Sequence[Any], result: Any) -> int
 
 
 def _columns_bytes(name: str, args: Sequence[Any], result: Any) -> int:
-    """In fp16 a CPU without such instructions unfolds the inputs: a column for each place of the kernel."""
-    outputs, weight = (result, args[1]) if name == "convolution" else (args[0], args[2])
-    kernel = weight.shape[2:]
-    return int(outputs.numel() // outputs.shape[1] * weight[0].numel() * weight.itemsize) if kernel.numel() > 1 else 0
+    """In fp16 a CPU without such instructions unfolds the inputs, or the outputs of a transposed convolution.
+
+    There is a column for each place of the kernel.
+    """
+    if name == "convolution":
+        inputs, weight, outputs, transposed = args[0], args[1], result, bool(args[6])
+    else:
+        outputs, inputs, weight, transposed = args[0], args[1], args[2], bool(args[7])
+    if weight.shape[2:].numel() == 1:
+        return 0
+    places = inputs if transposed else outputs
+    return int(places.numel() // places.shape[1] * weight[0].numel() * weight.itemsize)
 
 
 def _of_convolution_backward(

@@ -71,7 +71,7 @@ class LiveStorages:
         """What is alive now."""
         return {part: self._bytes[part] for part in PARTS if self._bytes[part]}
 
-    def add(self, part: Part | None, tensors: Iterable[Tensor], *, unless: tuple[Part, ...] = ()) -> None:
+    def add(self, part: Part | None, tensors: Iterable[Tensor], *, unless: tuple[Part | None, ...] = ()) -> None:
         """Says what the storages of tensors are for."""
         for tensor in _with_storage(tensors):
             storage = tensor.untyped_storage()

@@ -190,7 +190,17 @@ def _without_one_dnn() -> Iterator[None]:
 
 
 StepFunction = Callable[[nn.Module, Any], Any]
-_KNOWN: tuple[Part, ...] = ("weights", "buffers", "batch", "weight casts", "gradients", "masters", "optimizer states")
+# Casts that do not exist under FSDP2 are of no part.
+_KNOWN: tuple[Part | None, ...] = (
+    None,
+    "weights",
+    "buffers",
+    "batch",
+    "weight casts",
+    "gradients",
+    "masters",
+    "optimizer states",
+)
 
 
 def simulate_step(
@@ -220,6 +230,7 @@ def simulate_step(
     made = make_optimizers(model.module, optimizer)
     optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
     run = step if step is not None else _default_step(module)
+    has_padding = _has_padding(batch)  # reads numbers, which fails in a fake tensor mode
     live = LiveStorages(cpu_workspace_bytes if device_type == "cpu" else None)
     live.add("weights", model.module.parameters())
     if is_sharded and precision.autocast:
@@ -227,6 +238,8 @@ def simulate_step(
     live.add("buffers", model.module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
+    padding = [tensor for one in optimizers for tensor in one.padding]  # alive until the end
+    live.add("weights", padding)
     with (
         torch.random.fork_rng(enabled=True),
         _without_one_dnn(),
@@ -235,7 +248,7 @@ def simulate_step(
         GroupedProducts(),
         CudaKernels() if device_type == "cuda" else nullcontext(),
     ):
-        _forward_and_backward(model, inputs, run, live, has_padding=_has_padding(batch))
+        _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
     gradients = live.bytes_by_part.get("gradients", 0)
     for one in optimizers:
         one.step()  # the first one makes the states

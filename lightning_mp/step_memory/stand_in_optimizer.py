@@ -16,6 +16,9 @@ from lightning_mp.step_memory.live_storages import LiveStorages
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
+# A CPU's kernel that joins copies and rests casts both to the 32 bits of its result before it runs.
+_JOINING_BYTES = 3 * 4
+
 
 def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None) -> list[Optimizer]:
     """The optimizers of a module."""
@@ -96,6 +99,7 @@ class StandInOptimizer:
     def __init__(self, optimizer: Optimizer, precision: PrecisionSpec, device_type: str) -> None:
         self.optimizer = optimizer
         self._precision = precision
+        self._joining_bytes = _JOINING_BYTES if device_type == "cpu" else 0  # per element of a compressed master
         self._of: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []
         self._is_fused = any(group.get("fused") for group in optimizer.param_groups)
         for group in optimizer.param_groups:
@@ -137,6 +141,15 @@ class StandInOptimizer:
         return [kept for _, _, kept in self._of if kept is not None]
 
     @property
+    def padding(self) -> list[Tensor]:
+        """What fills up the memory that copies and rests of compressed masters share, on the side of the copies."""
+        return [
+            torch.empty(kept.numel() - parameter.numel(), dtype=parameter.dtype, device="meta")
+            for parameter, _, kept in self._of
+            if kept is not None and not kept.is_floating_point()
+        ]
+
+    @property
     def states(self) -> list[Tensor]:
         """Every tensor of the optimizer's state."""
         return list(_parts_of(tensors_in([dict(state) for state in self.optimizer.state.values()])))
@@ -175,6 +188,9 @@ class StandInOptimizer:
     def _step_block(
         self, members: list[Tensor], used: Mapping[Tensor, tuple[Tensor, Tensor | None]], live: LiveStorages | None
     ) -> None:
+        compressed = [kept for p in members if (kept := used[p][1]) is not None and not kept.is_floating_point()]
+        if live is not None:
+            live.sample(self._joining_bytes * sum(kept.numel() for kept in compressed))
         for stand_in in members:
             parameter, kept = used[stand_in]
             assert parameter.grad is not None

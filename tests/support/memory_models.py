@@ -17,9 +17,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp import JointOptimizer
+from lightning_mp import JointOptimizer, MasterWeightsPrecision
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.precision.masters.split_parameters import SPLIT_CLASSES
 
 WIDTH, TOKENS, VOCABULARY = 64, 32, 96
@@ -353,17 +354,29 @@ class Measured(pl.Callback):
         compressed = getattr(trainer.precision_plugin, "_compressed", None)
         memories = [loan.memory for loan in compressed.loans] if compressed is not None else []
         split = {id(p) for p in module.parameters() if type(p) in SPLIT_CLASSES}
+        gathered = _gathered_masters(trainer.precision_plugin, module) if lent is None else set()
         states = [dict(state) for one in trainer.optimizers for state in one.state.values()]
         return {
-            "weights": [copies.get(id(p), p).detach() for p in module.parameters() if id(p) not in split]
+            "weights": [copies.get(id(p), p).detach() for p in module.parameters() if id(p) not in split | gathered]
             + [memory.split.high for memory in memories],
             "buffers": list(module.buffers()),
             "gradients": [p.grad for p in module.parameters() if p.grad is not None],
-            "masters": [p.detach() for p in module.parameters() if id(p) in copies and id(p) not in split]
+            "masters": [
+                p.detach() for p in module.parameters() if id(p) in copies.keys() | gathered and id(p) not in split
+            ]
             + [memory.split.rest for memory in memories],
             "optimizer states": list(tensors_in(states)),
             "batch": list(tensors_in(batch)),
         }
+
+
+def _gathered_masters(plugin: Any, module: nn.Module) -> set[int]:
+    """The fp32 shards of which FSDP2 gathers 16-bit copies, by their ids."""
+    if not isinstance(plugin, MasterWeightsPrecision):
+        return set()
+    kept = kept_in_float32(module, with_exact_parametrizations(plugin.policy, module), plugin.dtype)
+    in_float32 = {id(p) for part in kept for p in part.parameters(recurse=False)}
+    return {id(p) for p in module.parameters() if p.requires_grad and id(p) not in in_float32}
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
