@@ -90,8 +90,8 @@ class LossProbe:
         found: list[PartLoss] = []
         try:
             found = [self._loss(half, closure) for half in halves]
-            with torch.set_grad_enabled(fits):
-                return self._loss(whole, closure).loss, found
+            loss = self._output(whole, closure) if fits else self._output_without_activations(whole, closure)
+            return float(loss.detach()), found
         except _NoNumbersError:
             raise
         except Exception as error:
@@ -101,15 +101,31 @@ class LossProbe:
             raise _NoNumbersError(f"raised {type(error).__name__}: {error}", are_means=are_means) from error
 
     def _loss(self, part: Microbatch, closure: BatchClosure) -> PartLoss:
+        loss = self._output(part, closure)
+        counted = self._controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
+        items, is_mean = (part.samples, False) if counted is None else counted
+        return PartLoss(items, float(loss.detach()), is_mean)
+
+    def _output_without_activations(self, part: Microbatch, closure: BatchClosure) -> Tensor:
+        """The loss of a part that is too large to be trained on: no activation is kept for a backward."""
+        try:
+            with torch.no_grad():
+                return self._output(part, closure)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+        # A step that registers a hook on an activation needs a graph, but not what its nodes save.
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward):
+            return self._output(part, closure)
+
+    def _output(self, part: Microbatch, closure: BatchClosure) -> Tensor:
         arguments = {**closure.arguments, "batch": part.batch}
         with self._trainer.precision_plugin.train_step_context():
             output = self._module.training_step(*arguments.values())
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise _NoNumbersError("returned no loss")
-        counted = self._controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
-        items, is_mean = (part.samples, False) if counted is None else counted
-        return PartLoss(items, float(loss.detach()), is_mean)
+        return loss
 
     @contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
@@ -121,6 +137,10 @@ class LossProbe:
         finally:
             for module, mode in modes.items():
                 module.training = mode
+
+
+def _refuse_backward(_: None) -> Tensor:
+    raise RuntimeError("the training step runs a backward itself")
 
 
 def _say_what_is_assumed(reason: str, form: LossForm) -> None:

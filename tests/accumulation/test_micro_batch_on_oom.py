@@ -1,6 +1,7 @@
 """MicroBatchOnOOM on one process: the gradient of the whole micro-batch, whatever had to be split."""
 
 import gc
+import logging
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning_utilities.core import rank_zero
 from planted_oom import Limited, microbatched_loop, out_of_memory
 from small_models import TokenModel, fit, loader, quiet_trainer, regression_batches, token_batches, weights
 from torch import nn
@@ -536,6 +538,23 @@ def test_hooks_after_accumulation_are_refused():
     model.net[0].weight.register_post_accumulate_grad_hook(lambda value: None)
     with pytest.raises(MisconfigurationException, match=r"hook \(net.0.weight\): such a hook would run on"):
         fit(model, regression_batches(1), MicroBatchOnOOM())
+
+
+def test_a_step_with_hooks_on_activations_is_compared_though_two_samples_do_not_fit():
+    """Two samples together run without activations; `register_hook` refuses tensors without a graph."""
+    model = Limited(1, "backward")
+    batches = regression_batches(2, batch_size=4)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    rank_zero.log.addHandler(handler)
+    try:
+        fit(model, batches, MicroBatchOnOOM())
+    finally:
+        rank_zero.log.removeHandler(handler)
+    assert not [message for message in messages if "cannot tell exactly" in message]
+    expected = microbatched_loop(Limited(), batches, [[1] * 4] * 2)
+    assert all(close(a, b, 1e-5) for a, b in zip(model.gradients, expected, strict=True))
 
 
 def hooked() -> Limited:

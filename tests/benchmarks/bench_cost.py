@@ -7,13 +7,11 @@ within one run, and are only reported. `--toy` runs all of it in seconds, to tes
 """
 
 import argparse
-import logging
 import os
 import platform
 import shlex
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -25,6 +23,7 @@ for folder in (REPOSITORY, REPOSITORY / "tests" / "support", Path(__file__).reso
 
 import lightning  # noqa: E402
 import torch  # noqa: E402
+from bench_cells import quiet_lightning  # noqa: E402
 from bench_cost_counts import (  # noqa: E402
     GROWTH,
     KEPT,
@@ -221,9 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.repeats < 1 or options.segment_seconds <= 0:
         parser.error("--repeats must be at least 1 and --segment-seconds above 0")
     torch.set_num_threads(1)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet_lightning():
         sections = [header(given, options.toy)]
         for section in (section_of_steps, section_of_calls, section_of_bytes, section_of_ranks):
             sections.append(section(options.toy))

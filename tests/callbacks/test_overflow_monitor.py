@@ -263,9 +263,17 @@ def test_a_run_that_only_skips_is_ended_by_default(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_no_healthy_run_meets_the_default() -> None:
     """From the largest scale to the smallest, with all the hysteresis there is in Megatron-LM's defaults."""
+
+    class Steep(Regression):
+        """Gradients near 2^24, which are within fp16 at the smallest scale; there, those of 1 would be rounded to 0."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) * 2.0**24
+
     scaler = LossScaler(init_scale=2.0**24, hysteresis=2)
     monitor = OverflowMonitor()
     trainer = quiet_trainer(plugins=[AutocastPrecision("16-mixed", scaler=scaler)], callbacks=[monitor])
     # 1 + 48 skips, then 500 steps at the scale that fits: fewer than a tenth were skipped.
-    trainer.fit(Regression(sgd, overflows=range(49)), loader(regression_batches(549)))
+    model = Steep(lambda parameters: torch.optim.SGD(parameters, lr=1e-2 / 2.0**24), overflows=range(49))
+    trainer.fit(model, loader(regression_batches(549)))
     assert (monitor.skipped_steps, monitor.loss_scale, monitor.stop_reason) == (49, 2.0**-24, None)

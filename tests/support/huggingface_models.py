@@ -143,7 +143,8 @@ class LanguageModel(pl.LightningModule):
         self.batch_types.add(type(batch))
         self.losses.append(output.loss.item())
         # The loss itself says which positions it uses: only their logits get a gradient.
-        output.logits.register_hook(self._count_positions)
+        if output.logits.requires_grad:  # MicroBatchOnOOM also runs steps without a graph
+            output.logits.register_hook(self._count_positions)
         self.log("train_loss", output.loss, prog_bar=True, batch_size=len(batch["input_ids"]))
         return output.loss
 
