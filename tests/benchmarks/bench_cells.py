@@ -391,27 +391,13 @@ def masters_cells(workload: Workload) -> list[Cell]:
         )
         for storage in get_args(Storage)
     ]
-    compiled = [
-        cell(
-            f"ours, {storage} masters, compiled_step",
-            train=train_lightning(partial(_compiled_masters, storage), fused=False, clip=CLIP),
-            floor=f"{storage} masters",
-            fused=False,
-        )
-        for storage in get_args(Storage)
-    ]
     stock = train_lightning(lambda *_: HalfPrecision("bf16-true"), fused=True, clip=CLIP)
     return [
         ours[0],
         cell("plain", train=train_plain_masters, floor="fp32 masters"),
         *ours[1:],
-        *compiled,
         cell("stock", train=stock, floor="16-bit weights and moments"),
     ]
-
-
-def _compiled_masters(storage: Storage, precision: str, device: str) -> Precision:
-    return MasterWeightsPrecision("bf16-true", storage=storage, compiled_step=True)
 
 
 def float8_cells(workload: Workload) -> list[Cell]:

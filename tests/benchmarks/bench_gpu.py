@@ -127,7 +127,7 @@ def make_parts(workload: Workload, repeats: int, *, toy: bool) -> list[Part]:
             compiled,
             lambda of: [*masters_cells(of), *masters_peers(of)],
             "bf16 weights with fp32 masters, beside a loop with masters by hand; stock has no masters and bf16 "
-            "moments. compiled_step, and optimizers of other libraries that keep masters themselves.",
+            "moments. Also optimizers of other libraries that keep masters themselves.",
         ),
         part(
             "8 layers of width 4096, fp8, compiled by block",

@@ -38,7 +38,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         "frozen",
         "checkpointed decoder",
     ),
-    "plugins": ("32-true", *PLUGINS, "bf16-true+24bit", "fp32_gradients", "compiled_step"),
+    "plugins": ("32-true", *PLUGINS, "bf16-true+24bit", "fp32_gradients"),
     "optimizers": ("fused AdamW", "foreach AdamW", "8-bit", "schedule-free", "Muon", "Adagrad"),
     "strategies": ("single", *STRATEGIES),
     "windows": (1, 4),

@@ -234,14 +234,14 @@ def test_the_scale_and_the_skips_are_monitored():
     def rank(_):
         module = PipelinedMLP()
         monitor = OverflowMonitor()
-        plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**24))
+        plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**19))
         trainer = fit(module, PipelineParallelStrategy(), 2, plugin=plugin, callbacks=[monitor])
         return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("mp/")}
 
     first, second = run_ranks(rank, 2)
-    assert first.pop("mp/grad_norm") == pytest.approx(second.pop("mp/grad_norm"), nan_ok=True)
+    assert first.pop("mp/grad_norm") == pytest.approx(second.pop("mp/grad_norm"))
     assert first == second
-    assert first["mp/skipped_steps"] > 0
+    assert first["mp/skipped_steps"] == 2  # of 6; of more the monitor warns
 
 
 def test_on_one_device_the_same_module_runs_its_layers():

@@ -84,7 +84,10 @@ def check_same(got: SimpleNamespace, wanted: SimpleNamespace, tolerance: float) 
 def test_two_stages_train_as_one_process(model, accumulate, clip, schedule, precision):
     """D45, D17: losses and weights, with clipping and windows."""
     args = {"accumulate_grad_batches": accumulate, **clip}
-    [wanted] = run_ranks(lambda _: run(model(), "ddp", 1, precision, **args), 1)
+    one_process = "ddp"
+    if precision == "bf16-true":  # under DDP masters refuse a weight that PipelinedGPT uses between modules
+        one_process, args["use_distributed_sampler"] = "auto", False
+    [wanted] = run_ranks(lambda _: run(model(), one_process, 1, precision, **args), 1)
     strategy = {"schedule": schedule, "microbatches": 4}
     got = run_ranks(lambda _: run(model(), PipelineParallelStrategy(**strategy), 2, precision, **args), 2)
     check_same(got[0], wanted, TOLERANCE[precision])

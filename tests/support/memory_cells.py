@@ -32,7 +32,6 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "32-true": lambda: None,
     "cached casts": lambda: AutocastPrecision("bf16-mixed", cache_weights=True),
     "fp32_gradients": lambda: MasterWeightsPrecision("bf16-true", fp32_gradients=True),
-    "compiled_step": lambda: MasterWeightsPrecision("bf16-true", compiled_step=True),
 }
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: "ddp",
