@@ -36,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and
 SUBSET = [
     (model, list(PLUGINS)[(row + 2 * column) % 5], list(OPTIMIZERS)[(row + column) % 4])
     for (row, model), column in itertools.product(enumerate(MODELS), range(3))
+    if (model, list(PLUGINS)[(row + 2 * column) % 5]) != ("u-net", "fp8-mixed")  # refused: it has no linear layer
 ]
 ROWS = torch.zeros(64, 64)
 
