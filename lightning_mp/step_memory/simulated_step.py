@@ -256,12 +256,17 @@ def simulate_step(
     states = live.bytes_by_part.get("optimizer states", 0)
     old_gradients = 0 if _frees_gradients(module, precision) else gradients
     before = [_second_step(sample, old_gradients, states) for sample in live.samples]
+    return before + _optimizer_steps(optimizers, live)
+
+
+def _optimizer_steps(optimizers: Sequence[StandInOptimizer], live: LiveStorages) -> list[MemorySample]:
+    """The moments of one step of each optimizer, whose states are there."""
     live.samples.clear()
     live.phase = "optimizer step"
     live.sample()
     for one in optimizers:
         one.step(live)
-    return before + live.samples
+    return live.samples
 
 
 def _frees_gradients(module: nn.Module, precision: PrecisionSpec) -> bool:
