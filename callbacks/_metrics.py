@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from lightning_mp.core import private_trainer_api
 from lightning_mp.core.patches import Patches
@@ -69,6 +70,7 @@ class CallbackMetrics(Callback):
 
     # -- when ----------------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps references to the Trainer's dictionaries and progress bar; has Lightning skip hooks that do nothing."""
         self._published, self._logged = trainer.callback_metrics, trainer.logged_metrics
@@ -82,6 +84,7 @@ class CallbackMetrics(Callback):
         if bar is not None:
             self._bar = Patches.of(trainer).replace(bar, "get_metrics", self._get_metrics)
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -98,19 +101,23 @@ class CallbackMetrics(Callback):
         elif self._is_monitored:
             self._publish(self._numbers())
 
+    @override
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Shows monitors the current totals."""
         if self._has_run:
             self._publish(self._numbers())
 
+    @override
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Shows monitors the current totals; Lightning calls them after all others."""
         self._publish(self._numbers())
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Logs the end; by now callbacks have read what was on its way."""
         self._log_the_end(trainer)
 
+    @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Logs the last numbers that the host has."""
         # A logger that fails now must not hide why the run ended.

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 from lightning_mp.accumulation.partial_state import why_gradients_are_elsewhere
 from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit, estimate_steps
@@ -200,6 +201,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
         """
         check_counts(self, trainer, pl_module, batch, needs_tokens="token" in self.windows.units)
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Passes the schedule to the accumulation controller."""
         refuse_other_trainers(self, trainer)
@@ -218,6 +220,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
         # From now on `trainer.estimated_stepping_batches` is right, also in `configure_optimizers`.
         trainer.accumulate_grad_batches = controller.settings.idle_value()
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns, as Lightning does, where the module's own hooks are called once per window only."""
         overridden = [

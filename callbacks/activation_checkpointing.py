@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.activation_checkpointing.cost import RecomputeReport, StepCost
@@ -102,6 +103,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
@@ -111,6 +113,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
                 " DeepSpeedStrategy's own activation checkpointing (deepspeed.checkpointing.checkpoint in the forward)."
             )
 
+    @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the modules and wraps their forwards; all of them exist by now."""
         with full_model(pl_module):  # a stage of a pipeline may have none of them
@@ -133,6 +136,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
     # -- the first micro-batch -----------------------------------------------------------------------------------------
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -150,6 +154,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
             return
         checkpointed.begin_counting(StepCost(pl_module, batch))
 
+    @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """The forward is over."""
         if self._checkpointed is not None:
@@ -157,6 +162,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
             if self._checkpointed.switch.cost is not None:
                 self._checkpointed.switch.cost.end_forward()
 
+    @override
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Prints what was counted."""
         cost = self._checkpointed.end_counting() if self._checkpointed is not None else None
@@ -166,6 +172,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
         self.report = cost.report()
         rank_zero_info(f"ActivationCheckpointing, first micro-batch on this rank: {self.report}")
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:

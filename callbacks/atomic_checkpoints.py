@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.checkpoints.atomic import (
     begin_checkpoint,
@@ -77,6 +78,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
         >>> path = latest_checkpoint("checkpoints")  # for trainer.fit(module, loader, ckpt_path=path)
     """
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Wraps the strategy's two methods."""
         refuse_other_trainers(self, trainer)
@@ -122,6 +124,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
         # Behind the others, so that a checkpoint that another writes on an exception is atomic too.
         RunState.of(trainer).place_callback(self, "last")
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finishes a rename that a killed run had begun, now that all ranks have read the checkpoint."""
         if trainer.is_global_zero and trainer.ckpt_path is not None and is_local(trainer.ckpt_path):

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core.arguments import whole_number
@@ -81,12 +82,14 @@ class BudgetForecast(SettingsRepr, Callback):
         self._stride, self._windows = 1, 0
         self._fit: _Fit | None = None
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
             CallbackMetrics.attach(trainer).add(self._metrics)
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the budget."""
         budget = RunState.of(trainer).callback(RunBudget)
@@ -101,6 +104,7 @@ class BudgetForecast(SettingsRepr, Callback):
     def _end(self) -> None:
         self._fit = None
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -160,16 +164,19 @@ class BudgetForecast(SettingsRepr, Callback):
         )
         rank_zero_info(f"BudgetForecast: {self.loss}. The budget ends in {middle} ({low} to {high}).")
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns if the loss was never logged in a run that was too short for a forecast."""
         if not self._windows and trainer.global_step > 1:
             assert self._fit is not None
             self._warn_once(trainer, self._fit)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The points."""
         return {"tokens": self.tokens, "losses": self.losses, "stride": self._stride, "windows": self._windows}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
         kinds = {"tokens": listed_of(AMOUNT), "stride": POSITIVE_COUNT, "windows": COUNT}

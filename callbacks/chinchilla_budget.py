@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import check_counts, join_window_controller
@@ -142,6 +143,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
     # -- how far the run is --------------------------------------------------------------------------------------------
 
     @property
+    @override
     def budget_tokens(self) -> int | None:
         """Tokens on which the run ends: the smallest target, or where ``TokenLearningRate.cooldown_now`` ends it.
 
@@ -184,6 +186,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Joins the accumulation controller."""
         refuse_other_trainers(self, trainer)
@@ -201,6 +204,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         """
         check_counts(self, trainer, pl_module, batch, needs_tokens=True)
 
+    @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Counts parameters and sets the budget."""
         assert self._controller is not None
@@ -234,6 +238,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
                 targets.append((tokens, f"ChinchillaBudget: {how} = {tokens:,} tokens."))
         return targets
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the clock."""
         if self.on_waste == "extend" and StepOutcomeDispatcher.of(trainer) is None:
@@ -249,12 +254,14 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         trainer.should_stop = trainer.should_stop or self.reached
 
     # Not `state_dict`, of which Lightning allows one of a class: two budgets get our own message.
+    @override
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Saves the time; tokens are in the controller's counter."""
         checkpoint[_DEVICE_SECONDS] = self.device_seconds
 
+    @override
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
@@ -301,6 +308,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
                     " that remain. Leave max_steps out, or accumulate more micro-batches."
                 )
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -326,6 +334,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Logs the totals, saves, and warns if the run ended before its budget or not exactly on it."""
         assert self._controller is not None
@@ -381,10 +390,12 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
             " checkpoint with Trainer(max_epochs=-1)."
         )
 
+    @override
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns if Lightning had nothing to train."""
         self._warn_about_rest("max_steps or max_epochs was reached before this fit, or there were no batches")
 
+    @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Reports an interrupt, which Lightning treats as a normal end."""
         self._stop_clock()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_mp.accumulation.lost_gradient import warn_about_lost_gradient
 from lightning_mp.core import private_results_api, private_resume_api
@@ -28,7 +29,7 @@ from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.core.rank_rng import RankRNG
 from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
-from lightning_mp.core.saved_state import MAPPING, POSITIVE_COUNT, Kind, checked_state
+from lightning_mp.core.saved_state import MAPPING, POSITIVE_COUNT, Schema, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
 from lightning_mp.modules.compiled_names import translate_on_load
@@ -38,8 +39,8 @@ from lightning_mp.resume.random_numbers import captured, restore
 from lightning_mp.resume.records import RECORDED_KINDS, bit_hash, bit_hash_of_nested, write_record
 from lightning_mp.resume.resumable_progress import (
     ResumableProgress,
-    batches_to_do_again,
     is_epoch_over,
+    num_unprocessed_batches,
     repeat_validation,
     saves_on_exception,
 )
@@ -113,6 +114,7 @@ class ExactResume(SettingsRepr, Callback):
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Records loaders as they are created, and the moments from which a checkpoint may be written."""
         refuse_other_trainers(self, trainer)
@@ -201,10 +203,12 @@ class ExactResume(SettingsRepr, Callback):
             restore(random, trainer.lightning_module.device)
             private_resume_api.restore_validation_progress(trainer, progress)
 
+    @override
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """What is written from here on is written after the validation."""
         self._end_validation(trainer)
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps random states before each fetch, where a batch may be repeated."""
         if self.record is not None and trainer.is_global_zero and trainer.ckpt_path is None:
@@ -217,17 +221,20 @@ class ExactResume(SettingsRepr, Callback):
 
         private_resume_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
 
+    @override
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the metrics and the random state of an epoch that a later run continues, before hooks of its end."""
         if private_resume_api.is_epoch_cut(trainer):
             self._fit.of_cut_epoch, self._fit.at_end = _metrics(trainer), captured(pl_module.device)
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the random state of the end, for checkpoints that are written after the run."""
         self._fit.at_end = self._fit.at_end or captured(pl_module.device)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
@@ -278,10 +285,11 @@ class ExactResume(SettingsRepr, Callback):
             now = fit.before_fetches[-1]
         ahead = None
         if epochs["ready"] and private_resume_api.fetches_ahead(trainer):
-            again = min(batches_to_do_again(trainer, progress), len(fit.before_fetches))
+            again = min(num_unprocessed_batches(trainer, progress), len(fit.before_fetches))
             ahead = fit.before_fetches[-again] if again else None
         return {"now": now, "ahead": ahead, "of_ranks": RankRNG.kept_states()}
 
+    @override
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
@@ -341,6 +349,7 @@ class ExactResume(SettingsRepr, Callback):
         """Whether gradients are hashed; called by the precision plugins."""
         return self.record is not None
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -350,6 +359,7 @@ class ExactResume(SettingsRepr, Callback):
             batch_hash = bit_hash_of_nested(batch, pl_module.device)
             self._fit.hashes = dict.fromkeys(RECORDED_KINDS, zero) | {"batch": batch_hash}
 
+    @override
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
@@ -358,6 +368,7 @@ class ExactResume(SettingsRepr, Callback):
             gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
             self._fit.hashes["gradients"] = bit_hash(gradients, pl_module.device)
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -403,9 +414,9 @@ def _start_workers_aside(loader: "DataLoader[Any]", patches: Patches) -> None:
 
     def get_iterator() -> Any:
         with random_state_kept(torch.device("cpu")):
-            return making.original()
+            return get_iterator_patch.original()
 
-    making = patches.replace(loader, "_get_iterator", get_iterator)
+    get_iterator_patch = patches.replace(loader, "_get_iterator", get_iterator)
 
 
 def _metrics(trainer: "pl.Trainer") -> dict[str, Any]:
@@ -449,4 +460,4 @@ def _copied(states: Any, device: torch.device) -> Any:
     return apply_to_collection(states, Tensor, lambda value: value.detach().to(device, copy=True))
 
 
-_LIST = Kind("a list", lambda value: isinstance(value, list))
+_LIST = Schema("a list", lambda value: isinstance(value, list))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_trainer_api
@@ -133,6 +134,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks Trainer and module."""
         refuse_other_trainers(self, trainer)
@@ -163,6 +165,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 " the model and the data, not on the strategy."
             )
 
+    @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Determines where gradients and outcomes come from."""
         self._fit = _Fit(
@@ -172,6 +175,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         )
         Patches.of(trainer).at_end(self._end)
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Logs the estimate."""
         self._flush_pending()
@@ -185,6 +189,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -224,11 +229,13 @@ class GradientNoiseScale(SettingsRepr, Callback):
             fit.shifts_labels = batch_tokens.shifts_labels_inside(pl_module, batch)
         return batch_tokens.loss_bearing(labels, shifted=fit.shifts_labels).sum()
 
+    @override
     def on_before_zero_grad(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer) -> None:
         """A window opens."""
         assert self._fit is not None
         self._fit.window = NoiseWindow(trainer.global_step)
 
+    @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Records the micro-batch; in the first one of a window its gradients will be read."""
         fit = self._fit
@@ -251,6 +258,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
                 fit.handles = [p.register_hook(window.add_norm) for p in stepped if p.requires_grad]
         window.add(fit.samples or 1, fit.tokens)
 
+    @override
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the small norm."""
         fit = self._fit
@@ -285,6 +293,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         """The precision plugins of this package report the norm of the step themselves."""
         return False
 
+    @override
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
@@ -306,6 +315,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
             known = outcome.stepped and outcome.grad_norm is not None
             fit.big_squares[outcome.step_index] = (outcome.grad_norm or 0.0) ** 2 if known else torch.nan
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -343,11 +353,13 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The averages, settled."""
         self._flush_pending()
         return self.average.state_dict()
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from saved averages."""
         self.average.load_state_dict(state_dict)

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.running_parts import RunningParts
@@ -170,6 +171,7 @@ class MFUMonitor(SettingsRepr, Callback):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Joins the accumulation controller, whose counter counts tokens once over all ranks."""
         refuse_other_trainers(self, trainer)
@@ -177,6 +179,7 @@ class MFUMonitor(SettingsRepr, Callback):
             self._controller = join_window_controller(self, trainer, pl_module, self.count, weight_by=None)
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
+    @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses modules that cannot be counted."""
         Patches.of(trainer).at_end(self._end)
@@ -222,11 +225,13 @@ class MFUMonitor(SettingsRepr, Callback):
         assert measure is not None
         self._count_in(weighting, measure.input_tokens, batch)
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues from the counter as it was loaded; the clock starts after the first optimizer step."""
         assert self._fit is not None
         self._fit.changes = TokenCounterDeltas(self._controller.counter)
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Takes the last reading and prints the rates of the run."""
         self._flush_and_read()
@@ -242,6 +247,7 @@ class MFUMonitor(SettingsRepr, Callback):
 
     # -- operations per token ------------------------------------------------------------------------------------------
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -252,6 +258,7 @@ class MFUMonitor(SettingsRepr, Callback):
             fit.stop_counting()  # of a micro-batch that was declined
             fit.tally = FlopTally().__enter__()
 
+    @override
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """The first micro-batch is counted, unless attempts that failed are among its operations on this rank."""
         if self._fit is not None and self._fit.tally is not None:
@@ -323,6 +330,7 @@ class MFUMonitor(SettingsRepr, Callback):
 
     # -- readings ------------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -347,6 +355,7 @@ class MFUMonitor(SettingsRepr, Callback):
     def _on_bar(self) -> dict[str, float]:
         return {} if self.window.mfu is None else {"mp/mfu": self.window.mfu}
 
+    @override
     def on_validation_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Waits for the device and stops the clock."""
         if self._fit is not None and self._fit.changes is not None:
@@ -354,6 +363,7 @@ class MFUMonitor(SettingsRepr, Callback):
             self._fit.validation_began = self._clock()
             self.throughput.stop_clock()
 
+    @override
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the clock again."""
         fit = self._fit
@@ -385,11 +395,13 @@ class MFUMonitor(SettingsRepr, Callback):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The totals, settled."""
         self._flush_and_read()
         return self.throughput.state_dict()
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from saved totals."""
         self.throughput.load_state_dict(state_dict)

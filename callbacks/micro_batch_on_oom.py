@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.optim import LBFGS
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_mp.accumulation.batch_split import SplitFunction, num_samples
 from lightning_mp.accumulation.controller import AccumulationController
@@ -21,11 +22,11 @@ from lightning_mp.core.arguments import function_or_none, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.saved_state import POSITIVE_COUNT, Kind, checked_state, or_none
+from lightning_mp.core.saved_state import POSITIVE_COUNT, Schema, checked_state, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.stage_placeholder import is_pipelined
 
-_FORM = Kind('"mean" or "sum"', lambda value: value in ("mean", "sum"))
+_FORM = Schema('"mean" or "sum"', lambda value: value in ("mean", "sum"))
 
 
 class MicroBatchOnOOM(SettingsRepr, Callback):
@@ -100,12 +101,14 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Refuses set-ups in which one rank cannot repeat a batch alone."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
             _refuse(trainer, pl_module)
 
+    @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Has batches run in parts where they do not fit."""
         _refuse_module(trainer, pl_module)
@@ -125,6 +128,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         if trainer.world_size > 1:
             _guard_all_gather(Patches.of(trainer), pl_module, step)
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -133,10 +137,12 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             num_samples(batch)
         self._is_first_batch = False
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The size that fits, and how losses add up."""
         return {"size": self._state.size, "form": self._state.form}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues with the size that fitted."""
         kinds = {"size": or_none(POSITIVE_COUNT), "form": or_none(_FORM)}

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks._report_folder import report_folder
@@ -101,6 +102,7 @@ class OverflowMonitor(SettingsRepr, Callback):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
@@ -117,6 +119,7 @@ class OverflowMonitor(SettingsRepr, Callback):
         if stage == "fit":
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
+    @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Watches the steps of a stock precision plugin; those of this package report outcomes themselves."""
         patches = Patches.of(trainer)
@@ -135,11 +138,13 @@ class OverflowMonitor(SettingsRepr, Callback):
             patches.at_end(fit.limit.detach)
         self._pass_on_skips()
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues from the totals of a checkpoint."""
         assert self._fit is not None
         self._fit.attempted_before, self._fit.skipped_before = self.attempted_steps, self.skipped_steps
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last outcome, so that the totals are final; warns if too many steps were skipped."""
         fit = self._fit
@@ -200,6 +205,7 @@ class OverflowMonitor(SettingsRepr, Callback):
             f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}{scale}.{where}"
         )
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -246,11 +252,13 @@ class OverflowMonitor(SettingsRepr, Callback):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The totals, settled."""
         self._flush_pending()
         return {name: getattr(self, name) for name in _TOTALS}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from saved totals."""
         state = checked_state(state_dict, dict.fromkeys(_TOTALS, COUNT), "OverflowMonitor")

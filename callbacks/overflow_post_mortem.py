@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
 
 from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.callbacks._report_folder import report_folder
@@ -118,12 +119,14 @@ class OverflowPostMortem(SettingsRepr, Callback):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
         if stage == "fit" and self.replay:
             _refuse_what_cannot_be_replayed(trainer, pl_module)
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Resets the state of an earlier run."""
         if StepOutcomeDispatcher.of(trainer) is None:
@@ -144,10 +147,12 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self._fit = fit = _Fit()
         Patches.of(trainer).at_end(fit.end)
 
+    @override
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Makes a replay that could not be made when its outcome was reported."""
         self._make_up(trainer, pl_module)
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last outcome while its batch can still be run again; logs a summary."""
         RunState.of(trainer).flush()
@@ -158,6 +163,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
 
     # -- healthy steps -------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -170,6 +176,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self._fit.windows.setdefault(trainer.global_step, []).append(micro_batch)
         self._fit.can_replay_now = True
 
+    @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Keeps the scaled and weighted loss, on its device."""
         window = self._fit.windows.get(trainer.global_step)
@@ -188,6 +195,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         window[:] = [one for one in window if one.batch_idx != running.batch_idx or not is_first]
         window.append(MicroBatch(running.part, running.batch_idx, running.random_state, divisor))
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -288,10 +296,12 @@ class OverflowPostMortem(SettingsRepr, Callback):
             if self._fit.tally.is_summary_due():
                 lightning_logger().warning(self._fit.tally.summary())
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The size of the weights when the run began."""
         return {"rms_at_start": self._rms_at_start.tolist() if self._rms_at_start is not None else None}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """A resumed run compares with the beginning of the first one."""
         self._saved_rms = checked_state(state_dict, _STATE_KINDS, "OverflowPostMortem")["rms_at_start"]

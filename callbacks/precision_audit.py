@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
@@ -77,16 +78,19 @@ class PrecisionAudit(SettingsRepr, Callback):
         self.findings: tuple[AuditFinding, ...] = ()
         self._fit: _Fit | None = None
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Begins to count batches, on rank 0 only where the other ranks run the same."""
         self.records, self.findings = None, ()
         self._fit = _Fit() if trainer.is_global_zero or is_pipelined(trainer) else None
         Patches.of(trainer).at_end(self._drop)
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: object, batch_idx: int
     ) -> None:
@@ -96,11 +100,13 @@ class PrecisionAudit(SettingsRepr, Callback):
                 self._fit.watch = PrecisionWatch(pl_module).__enter__()
             self._fit.num_batches += 1
 
+    @override
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends, with automatic optimization."""
         if pl_module.automatic_optimization:
             self._end(trainer, pl_module)
 
+    @override
     def on_train_batch_end(
         self,
         trainer: "pl.Trainer",
@@ -112,6 +118,7 @@ class PrecisionAudit(SettingsRepr, Callback):
         """Ends, with manual optimization or without a backward."""
         self._end(trainer, pl_module)
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns if there was nothing to audit."""
         if self._fit is not None:

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.run_state import RunState
@@ -51,15 +52,18 @@ class Preflight(SettingsRepr, Callback):
         self.report: PreflightReport | None = None
         self._is_due = False
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer, and moves to the front of its callbacks."""
         refuse_other_trainers(self, trainer)
         RunState.of(trainer).place_callback(self)
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """The next batch is the first one."""
         self.report, self._is_due = None, True
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:

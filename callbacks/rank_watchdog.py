@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from lightning_mp.core.arguments import positive_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
@@ -48,10 +49,12 @@ class RankWatchdog(SettingsRepr, Callback):
         self._heartbeat: Heartbeat | None = None
         self._micro_batch = ""
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
 
+    @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the watch."""
         self._micro_batch = "no micro-batch yet"
@@ -66,11 +69,13 @@ class RankWatchdog(SettingsRepr, Callback):
             barrier=strategy.barrier,
         )
 
+    @override
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Waits for the other ranks, and stops watching."""
         trainer.strategy.barrier("RankWatchdog")
         self._stop()
 
+    @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Tells the other ranks why this one ended."""
         self._stop(f"{type(exception).__name__}: {str(exception).partition(chr(10))[0]}")
@@ -96,30 +101,37 @@ class RankWatchdog(SettingsRepr, Callback):
         loader = f" of dataloader {dataloader_idx}" if dataloader_idx else ""
         self._beat(f"{hook} of batch {batch_idx}{loader} in {when}")
 
+    @override
     def on_train_epoch_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """A beat, as the hooks below."""
         self._beat(f"on_train_epoch_start of epoch {trainer.current_epoch}")
 
-    def on_train_batch_start(  # noqa: D102
+    @override
+    def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         # Remembered: after the last one of an epoch Lightning counts otherwise.
         self._micro_batch = f"micro-batch {batch_idx} in epoch {trainer.current_epoch}"
         self._beat(f"on_train_batch_start of {self._micro_batch}")
 
-    def on_before_backward(self, *_: Any) -> None:  # noqa: D102
+    @override
+    def on_before_backward(self, *_: Any) -> None:
         self._beat(f"on_before_backward of {self._micro_batch}")
 
-    def on_after_backward(self, *_: Any) -> None:  # noqa: D102
+    @override
+    def on_after_backward(self, *_: Any) -> None:
         self._beat(f"on_after_backward of {self._micro_batch}")
 
-    def on_before_optimizer_step(self, *_: Any) -> None:  # noqa: D102
+    @override
+    def on_before_optimizer_step(self, *_: Any) -> None:
         self._beat(f"on_before_optimizer_step of {self._micro_batch}")
 
-    def on_train_batch_end(self, *_: Any) -> None:  # noqa: D102
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
         self._beat(f"on_train_batch_end of {self._micro_batch}")
 
-    def on_validation_batch_start(  # noqa: D102
+    @override
+    def on_validation_batch_start(
         self,
         trainer: "pl.Trainer",
         pl_module: "pl.LightningModule",
@@ -129,7 +141,8 @@ class RankWatchdog(SettingsRepr, Callback):
     ) -> None:
         self._beat_of_validation(trainer, "on_validation_batch_start", batch_idx, dataloader_idx)
 
-    def on_validation_batch_end(  # noqa: D102
+    @override
+    def on_validation_batch_end(
         self,
         trainer: "pl.Trainer",
         pl_module: "pl.LightningModule",
@@ -140,11 +153,14 @@ class RankWatchdog(SettingsRepr, Callback):
     ) -> None:
         self._beat_of_validation(trainer, "on_validation_batch_end", batch_idx, dataloader_idx)
 
-    def on_save_checkpoint(self, *_: Any) -> None:  # noqa: D102
+    @override
+    def on_save_checkpoint(self, *_: Any) -> None:
         self._beat(f"on_save_checkpoint after {self._micro_batch}")
 
-    def on_train_epoch_end(self, *_: Any) -> None:  # noqa: D102
+    @override
+    def on_train_epoch_end(self, *_: Any) -> None:
         self._beat(f"on_train_epoch_end after {self._micro_batch}")
 
-    def on_train_end(self, *_: Any) -> None:  # noqa: D102
+    @override
+    def on_train_end(self, *_: Any) -> None:
         self._beat(f"on_train_end after {self._micro_batch}")

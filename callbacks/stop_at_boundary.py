@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core import private_resume_api
@@ -138,12 +139,14 @@ class StopAtBoundary(SettingsRepr, Callback):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer and moves to the end of its callbacks."""
         refuse_other_trainers(self, trainer)
         ResumableProgress.attach(trainer)
         RunState.of(trainer).place_callback(self, "last")
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Installs signal handlers over Lightning's, and starts the clock."""
         self.stopped_by = self.path = None
@@ -155,6 +158,7 @@ class StopAtBoundary(SettingsRepr, Callback):
         self._fit.restore_handlers()
         self._fit = _Fit()
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Tells all ranks of a signal that came too late to stop a step, so that the script does not continue."""
         if self.stopped_by is not None:
@@ -171,12 +175,14 @@ class StopAtBoundary(SettingsRepr, Callback):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
         """Notes the optimizer step, to see whether this micro-batch ends it."""
         self._fit.step = trainer.global_step
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -7,6 +7,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import check_counts, join_window_controller
@@ -167,12 +168,14 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Joins the accumulation controller, which counts."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
             self._controller = join_window_controller(self, trainer, pl_module, self.count, weight_by=None)
 
+    @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses anything else that sets the rate, and subscribes to the outcomes of steps."""
         schedulers = [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]
@@ -201,6 +204,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         if not check_counts(self, trainer, pl_module, batch, needs_tokens=False).has_tokens(batch):
             raise no_tokens_in(batch, "TokenLearningRate")
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the horizon, continues from a checkpoint, and sets the first rate."""
         budget, counter = self._controller.budget, self._controller.counter
@@ -250,6 +254,7 @@ class TokenLearningRate(SettingsRepr, Callback):
                     " before the cooldown."
                 )
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Warns if the run ended long before its schedule."""
         if self._controller.budget is None:
@@ -258,6 +263,7 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -307,6 +313,7 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The position in the schedule, and a requested cooldown; tokens are in the controller's counter."""
         return self._run.state_dict() | {
@@ -315,6 +322,7 @@ class TokenLearningRate(SettingsRepr, Callback):
             "cooldown_request": self._request.state_dict(),
         }
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a checkpoint; a cooldown that was requested meanwhile stays."""
         kinds = {"end_tokens": COUNT, "cooldown_agreed": AMOUNT, "cooldown_request": holding(COOLDOWN_KINDS)}

@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.callbacks._gradient_exponents import (
     count_gradients,
@@ -204,6 +205,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         """Whether true gradients are needed before this step."""
         return "gradients" in self.watch and step_index % self.every_n_steps == 0
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Checks the Trainer."""
         refuse_other_trainers(self, trainer)
@@ -222,6 +224,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         if fit.backwards is not None:
             fit.backwards.detach()
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -241,6 +244,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
             self._warn_once,
         ).attach()
 
+    @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Watches the backward of an observed step."""
         if self.needs_gradients(trainer.global_step):
@@ -251,6 +255,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
             # The plugin may have changed it before the end of the batch.
             self._fit.scale_now = self._judged_scale(loss_scale_of(trainer), pl_module.device)
 
+    @override
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last observation: the device, busy with this backward, finished it long ago."""
         if self._fit.backwards is not None:
@@ -258,6 +263,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         if self._fit.pending is not None and self._fit.pending.step_index < trainer.global_step:
             self._flush_pending()
 
+    @override
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
@@ -275,6 +281,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         kept = kept_in_fp32(pl_module, watch)
         self._send(trainer, {"gradients": table}, self._judged_scale(loss_scale, pl_module.device), largest, kept)
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -284,6 +291,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         if begun is not None and scale is not None and trainer.global_step > begun:
             self._send(trainer, {}, scale)  # no gradients were requested, so no hook before the step has
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Reads the last observation, and prints it."""
         self._flush_pending()
@@ -356,6 +364,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The latest observation and the history."""
         self._flush_pending()
@@ -364,6 +373,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
             "history": [{kind: asdict(s) for kind, s in summaries.items()} for summaries in self._history],
         }
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a saved history."""
         state_dict = checked_state(state_dict, STATE_KINDS, "UnderflowMonitor")

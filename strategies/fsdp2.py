@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.checkpoints.atomic import (
     begin_checkpoint,
@@ -43,7 +44,7 @@ from lightning_mp.distributed.process_groups import gloo_group, named_mesh
 from lightning_mp.distributed.sharding_rules import Shard, read_resharding, read_shard, unit_names
 from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
-from lightning_mp.gradients.ranks_alike import RanksAlike
+from lightning_mp.gradients.ranks_alike import RankConsistencyCheck
 from lightning_mp.modules.names import named_modules
 from lightning_mp.optimizers.low_bit_states import refuse_whole_checkpoints
 from lightning_mp.resume.resumable_progress import ResumableProgress
@@ -191,11 +192,12 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         self.unit_names: tuple[str, ...] = ()
         self._collective_timeout = timeout
         self._meshes: tuple[DeviceMesh, DeviceMesh | None] | None = None
-        self._ranks_alike: RanksAlike | None = None
+        self._ranks_alike: RankConsistencyCheck | None = None
         self._background: BackgroundShards | None = None
         self._written = AsyncAnyRank()
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers ``Trainer(strategy="mp_fsdp2")``."""
         if "mp_fsdp2" not in strategy_registry:
@@ -203,6 +205,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def setup_environment(self) -> None:
         """Starts the process group and lays out the ranks: copies, shards, and innermost tensor parallel."""
         ranks = self.num_nodes * self.num_processes
@@ -227,6 +230,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     def _mesh(self, sizes: dict[str, int]) -> DeviceMesh:
         return named_mesh(self.root_device.type, sizes, self._collective_timeout)
 
+    @override
     def setup(self, trainer: "pl.Trainer") -> None:
         """Shards the model, then lets the precision plugin and the optimizers see it."""
         assert self.accelerator is not None
@@ -254,7 +258,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             refuse_without_dtensors(*self.optimizers)
             if not self.save_distributed_checkpoint:
                 refuse_whole_checkpoints(self.optimizers, "FSDP2Strategy")
-            self._ranks_alike = RanksAlike(trainer, self.optimizers)
+            self._ranks_alike = RankConsistencyCheck(trainer, self.optimizers)
             if self.async_checkpoints:
                 owner = "FSDP2Strategy(async_checkpoints=True)"
                 self._background = BackgroundShards(gloo_group(self._collective_timeout, owner))
@@ -325,6 +329,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
                 " Use the precision that it was sharded for, or a new model."
             )
 
+    @override
     def teardown(self) -> None:
         """The model stays sharded. After an exception or a signal, waits for the checkpoint that is being written."""
         self._ranks_alike = None
@@ -335,6 +340,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         finally:
             super().teardown()
 
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Raises what went wrong in the background, in the same step on all ranks."""
         background = self._background
@@ -342,6 +348,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         if background is not None and background.in_flight and self._written.ask(background.is_done, self.root_device):
             background.finish_write()
 
+    @override
     def on_train_end(self) -> None:
         """Checks that ranks agreed in the last step as well, and waits for the last checkpoint."""
         self._flush_ranks()
@@ -355,14 +362,17 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         if self._ranks_alike is not None:
             self._ranks_alike.flush_pending()
 
+    @override
     def on_validation_end(self) -> None:
         """Frees the weights that are gathered for the whole of a step; no backward has done it."""
         self._free_gathered_weights()
 
+    @override
     def on_test_end(self) -> None:
         """The same after testing."""
         self._free_gathered_weights()
 
+    @override
     def on_predict_end(self) -> None:
         """The same after prediction."""
         self._free_gathered_weights()
@@ -377,6 +387,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     #: Says to AtomicCheckpoints that there is nothing left to do.
     writes_atomically = True
 
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The shards, or on rank 0 the whole, with parameters in the order of the optimizer."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -387,6 +398,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         with without_synthetic_step(inner):
             return super().optimizer_state(inner)
 
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes under a temporary name, and renames it when all ranks are done."""
         self._flush_ranks()
@@ -407,6 +419,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             commit_checkpoint(path)
         self.barrier()
 
+    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads shards or a single file, written by any number of ranks."""
         assert self.model is not None
@@ -430,6 +443,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             )
         return Path(path)
 
+    @override
     def remove_checkpoint(self, filepath: Any) -> None:
         """Renames it first, so that no part of it looks like a checkpoint."""
         if self.is_global_zero:

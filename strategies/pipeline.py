@@ -16,6 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, refuse_shards
 from lightning_mp.checkpoints.single_file import refuse_other_number
@@ -161,6 +162,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self._gradients: StageGradients | None = None
 
     @classmethod
+    @override
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers ``Trainer(strategy="mp_pipeline")``: one stage on every rank."""
         if "mp_pipeline" not in strategy_registry:
@@ -175,6 +177,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         return ranks // (self.stages or ranks)
 
     @property
+    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """All stages of one copy see the same data."""
         return {"num_replicas": self.replicas, "rank": self.global_rank % self.replicas}
@@ -197,10 +200,12 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         ]
 
     @property
+    @override
     def restore_checkpoint_after_setup(self) -> bool:
         """Each stage loads its own part."""
         return True
 
+    @override
     def setup_environment(self) -> None:
         """Starts the process group and lays out the ranks."""
         ranks = self.num_nodes * self.num_processes
@@ -215,6 +220,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         self._mesh = named_mesh(self.root_device.type, sizes, self._collective_timeout)
 
     @contextmanager
+    @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """For ``trainer.init_module``: on the CPU, or without memory, as no rank may have room for the whole model."""
         where = torch.device("meta") if empty_init else nullcontext()
@@ -223,6 +229,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def setup(self, trainer: "pl.Trainer") -> None:
         """Splits the model, then lets the precision plugin and the optimizers see it."""
         # Brings torch.distributed.pipelining along, so not at the top.
@@ -266,6 +273,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_whole_norm_(optimizer, float(clip_val), self.gradient_replication(), self.root_device)
 
+    @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         """Lets ``configure_optimizers`` see the whole model, and leaves each optimizer the parameters of this stage."""
         assert self.lightning_module is not None
@@ -275,6 +283,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         own = {id(p) for p in self.lightning_module.parameters()}
         self._parts = {optimizer: keep_own_parameters(optimizer, names, own) for optimizer in self.optimizers}
 
+    @override
     def teardown(self) -> None:
         """Releases the schedules; the model stays split."""
         self.pipeline_runner = None
@@ -284,6 +293,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         with Patch(module, "cpu", lambda: module) if without_memory else nullcontext():
             super().teardown()
 
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stages agree on optimizers and parameter groups that a callback has added at the start of the epoch."""
         if batch_idx == 0:
@@ -308,12 +318,14 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         return own() if own is not None else torch.autocast(self.root_device.type, enabled=False)
 
     @contextmanager
+    @override
     def block_backward_sync(self) -> Iterator[None]:
         """Inside, gradients stay as each rank has them: not the last micro-batch of a window."""
         assert self._gradients is not None
         with self._gradients.kept_local():
             yield
 
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Sets the gradients of the pipeline, and averages them over its copies at the end of a window."""
         assert self._gradients is not None
@@ -329,6 +341,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """On rank 0 the state of the whole model, as one process has it; empty on other ranks."""
         assert self.lightning_module is not None
@@ -338,6 +351,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         gathered = gather_on_rank_zero(own, self._sender_ranks(), self.root_device)
         return {name: gathered[name] for name in self._split.state_names if name in gathered} if gathered else {}
 
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the state of the whole optimizer, as one process has it; empty on other ranks."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -351,6 +365,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         assert self._mesh is not None
         return [int(rank) for rank in self._mesh.mesh[:, 0].tolist()]
 
+    @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Opens a single file, written by any strategy on any number of ranks; tensors are read when they are taken."""
         path = Path(self.broadcast(checkpoint_path))
@@ -360,6 +375,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         checkpoint: dict[str, Any] = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         return checkpoint
 
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads the part of this stage; names of the whole model are checked."""
         assert self.lightning_module is not None
@@ -367,6 +383,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         state = own_state(checkpoint["state_dict"], self.lightning_module, self._split, strict=strict)
         self.lightning_module.load_state_dict(state, strict=strict)
 
+    @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes what this stage holds."""
         states = checkpoint["optimizer_states"]

@@ -6,6 +6,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.gradients.comm_hook import ReducedDtype, reduced_precision_hook
@@ -46,6 +47,7 @@ class ReducedPrecisionDDPStrategy(NamespaceHint, DDPStrategy):
         self.dtype: ReducedDtype = dtype
         self._kwargs = kwargs
 
+    @override
     def configure_ddp(self) -> None:
         """Wraps the module and registers the hook where Lightning does not."""
         if self._hook is reduced_precision_hook(torch.float16):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import lightning.pytorch as pl
+from typing_extensions import override
 
 from lightning_mp.accumulation.schedule import Progress, Unit
 from lightning_mp.core.modulo_override import ModuloOverride
@@ -16,6 +17,7 @@ class _StepsPerEpoch(int):
 
     _total: Callable[[], int | None]
 
+    @override
     def __mul__(self, epochs: int) -> int:
         total = self._total()
         return int(self) * epochs if total is None else total
@@ -24,6 +26,7 @@ class _StepsPerEpoch(int):
 class _MeanStepsPerEpoch(float):
     _total: Callable[[], int | None]
 
+    @override
     def __ceil__(self) -> int:
         steps = _StepsPerEpoch(math.ceil(float(self)))
         steps._total = self._total
@@ -49,6 +52,7 @@ class ScheduledWindows(ModuloOverride):
         number._total = total
         return number
 
+    @override
     def __rtruediv__(self, value: Any) -> Any:
         quotient = super().__rtruediv__(value)
         if self._total is None or not isinstance(value, int):
@@ -97,6 +101,7 @@ class AccumulateGradBatches(ScheduledWindows):
         window._closes = closes
         return window
 
+    @override
     def __rmod__(self, value: int) -> int:
         if value == self._batch_idx:
             return int(not self._opens)

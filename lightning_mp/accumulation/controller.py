@@ -10,6 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.accumulation import windows
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches, LightningWindows
@@ -142,17 +143,20 @@ class AccumulationController(RunCounts):
         return windows.current_budget(self.settings, self.state)
 
     @property
+    @override
     def is_open(self) -> bool:
         """Whether the last micro-batch left its window open."""
         return self.state.window.is_open
 
     @property
+    @override
     def weighting(self) -> Weighting | None:
         """How micro-batches are measured, settled by the first batch; None where they are not weighted."""
         meter = self._fit.meter
         return self.settings.weighting if meter is None else meter.weighting
 
     @property
+    @override
     def weight_by(self) -> WeightBy | None:
         """What micro-batches weigh; None where Lightning's division gives them equal weights."""
         weighing = self._fit.weighing
@@ -161,11 +165,13 @@ class AccumulationController(RunCounts):
         return "token" if weighing.source == "loss" else self.weighting.weight_by if self.weighting else None
 
     @property
+    @override
     def measure(self) -> Measure | None:
         """The present micro-batch; None where micro-batches are not weighted."""
         return self.state.micro_batch.measure if self.state.micro_batch is not None else None
 
     @property
+    @override
     def loss_factor(self) -> float | Tensor:
         """By what the loss of the present micro-batch is multiplied, beside Lightning's division."""
         return self.state.micro_batch.factor if self.state.micro_batch is not None else 1.0
@@ -193,6 +199,7 @@ class AccumulationController(RunCounts):
 
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
+    @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses an optimizer that evaluates the loss several times in one step; says where weights must be equal."""
         if not self.settings.follows_trainer:
@@ -226,6 +233,7 @@ class AccumulationController(RunCounts):
         elif again := [o for o in trainer.optimizers if requires_closure(o)]:
             self.weigh_equally(f"{type(again[0]).__name__} evaluates the loss again inside of a step")
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues a window that was saved open; ends a resumed run at once if its budget is spent."""
         if self.settings.follows_trainer:
@@ -261,6 +269,7 @@ class AccumulationController(RunCounts):
         is_spent = is_spent_already(self.budget, self.counter, 0, None, had_ended=False)
         self.state = replace(self.state, budget_reached=is_spent)
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Settles the counter."""
         if self._fit.meter is not None:
@@ -269,6 +278,7 @@ class AccumulationController(RunCounts):
         if self._fit.weighing is not None:
             self.state = self._fit.weighing.settle_window(self.state)
 
+    @override
     def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
         """Gives the Trainer its own setting back, by which Lightning decides what to log; the window stays open."""
         if not self.settings.follows_trainer:
@@ -286,6 +296,7 @@ class AccumulationController(RunCounts):
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -422,6 +433,7 @@ class AccumulationController(RunCounts):
     def _is_weighed_by_hand(self) -> bool:
         return self._fit.weighing is not None and self._fit.weighing.source == "batch"
 
+    @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
         if self.settings.weighting is None:
@@ -451,6 +463,7 @@ class AccumulationController(RunCounts):
         self.state = windows.add_micro_batch(self.state)
         self._fit.is_in_backward = True
 
+    @override
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:
@@ -469,6 +482,7 @@ class AccumulationController(RunCounts):
         if has_window and not outcome.stepped:
             self.counter.skip_last_window()
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -561,6 +575,7 @@ class AccumulationController(RunCounts):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
@@ -575,6 +590,7 @@ class AccumulationController(RunCounts):
             return
         warn_about_lost_gradient(window.planned, window.position)
 
+    @override
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
@@ -595,6 +611,7 @@ class AccumulationController(RunCounts):
             self.losses.load_state_dict(state["losses"])
             self.state = replace(self.state, reference_items=state["reference_items"])
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The token counter and how far the run is; nothing where a plugin alone has it weigh, which saves that."""
         if self._is_plugins:
@@ -604,6 +621,7 @@ class AccumulationController(RunCounts):
         weights = self.weights_state()
         return {"counter": self.counter.state_dict()} | self.state.state_dict() | {"losses": weights["losses"]}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
         state = AccumulationState.read(state_dict)

@@ -9,6 +9,7 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_mp.core.patches import Patches
 from lightning_mp.tokens.loss_items import Items
@@ -42,11 +43,13 @@ class _NoLoss(torch.autograd.Function):
     """0, with a gradient of 0 for each parameter."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
         ctx.items = Items()
         return parameters[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)

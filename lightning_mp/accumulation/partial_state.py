@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
 from lightning_mp.core.ranks import world_size
-from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, Kind, checked_state, listed_of, tensor_like
+from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, Schema, checked_state, listed_of, tensor_like
 from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
 from lightning_mp.gradients.gradient_ops import sum_over_ranks_
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -59,7 +59,7 @@ class PartialAccumulation:
             "num_ranks": POSITIVE,
             "loss_scale": POSITIVE,
             "totals": listed_of(AMOUNT, NUM_TOTALS),
-            "gradients": Kind("a mapping", lambda value: isinstance(value, dict)),
+            "gradients": Schema("a mapping", lambda value: isinstance(value, dict)),
         }
         partial = cls(**checked_state(saved, kinds, "an open accumulation window"))
         reason = why_gradients_are_elsewhere(trainer)

@@ -36,21 +36,21 @@ class MicroBatchWeighing:
 
     def __init__(self, trainer: "pl.Trainer", settings: AccumulationSettings, losses: LossWeights) -> None:
         self._trainer, self._settings, self._losses = trainer, settings, losses
-        asked = settings.weighting
-        assert asked is not None
-        by_hand = asked.weight_by not in (None, "auto") or asked.count_weighs
+        requested = settings.weighting
+        assert requested is not None
+        by_hand = requested.weight_by not in (None, "auto") or requested.count_weighs
         self.source: Source = None
-        if by_hand or (asked.weight_by is not None and is_pipelined(trainer)):
+        if by_hand or (requested.weight_by is not None and is_pipelined(trainer)):
             self.source = "batch"
-        elif (asked.weight_by is not None or settings.weighs_by_loss) and not is_pipelined(trainer):
+        elif (requested.weight_by is not None or settings.weighs_by_loss) and not is_pipelined(trainer):
             self.source = "loss"
         if self.source == "batch" and settings.follows_trainer:
             rank_zero_info(
                 "Gradient accumulation: micro-batches are weighted by the tokens or samples of their batches, because"
                 " the stages of a pipeline do not see what a loss is a mean over."
             )
-        self._is_own_count = asked.count_weighs
-        self._name = "count=" if asked.count_weighs else "their target tokens"
+        self._is_own_count = requested.count_weighs
+        self._name = "count=" if requested.count_weighs else "their target tokens"
         self._left = _CHECKED_LOSSES if by_hand else 0
         self._first: tuple[float, float] | None = None  # of the losses that are checked: what it counts, and its weight
         self.watches_gradients = self.source == "loss"  # until the second micro-batch of a window has been weighed

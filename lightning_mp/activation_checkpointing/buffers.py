@@ -104,7 +104,7 @@ def _version(value: Tensor | None) -> int:
 
 
 class FoundBuffers:
-    """What the buffers of one call were at its first run. :meth:`put_in` and :meth:`take_out` are for the second."""
+    """What the buffers of one call held at its first run; :meth:`restore_snapshot` puts it back for the second."""
 
     def __init__(self, watched: WatchedBuffers) -> None:
         self._watched = watched
@@ -143,7 +143,7 @@ class FoundBuffers:
             return False
         return not torch.equal(buffer.copy, buffer.value)
 
-    def put_in(self) -> None:
+    def restore_snapshot(self) -> None:
         """The buffers are for now what the first run found; what is done to them is done to copies."""
         copies: dict[int, Tensor] = {}
         for buffer in self._found:
@@ -151,8 +151,8 @@ class FoundBuffers:
             value = buffer.copy if buffer.copy is not None else buffer.value
             setattr(buffer.owner, buffer.name, value if value is None else _copied(value, copies))
 
-    def take_out(self) -> None:
-        """The buffers are what they were before :meth:`put_in`."""
+    def undo_restore(self) -> None:
+        """The buffers are what they were before :meth:`restore_snapshot`."""
         while self._own:
             owner, name, value = self._own.pop()
             setattr(owner, name, value)

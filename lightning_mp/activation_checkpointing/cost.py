@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.messages import WarnOnce
@@ -47,6 +48,7 @@ class RecomputeReport:
     step_flops: int
     recompute_flops: int
 
+    @override
     def __str__(self) -> str:
         less = 1 - self.saved_bytes / self.saved_bytes_without if self.saved_bytes_without else 0.0
         plain_flops = self.step_flops - self.recompute_flops
@@ -197,6 +199,7 @@ class _Saved(torch.autograd.Function):
     """A node that saves one tensor, by the hooks that are there when it is made."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
         ctx.save_for_backward(tensor)
         return anchor.new_empty(0)
@@ -214,10 +217,12 @@ class _CountedSaves(saved_tensors_hooks):
         self._anchor = torch.empty(0, requires_grad=True)
         self._storages = StorageBytes()
 
+    @override
     def __enter__(self) -> None:
         self._storages = self._cost.enter_first_run()
         super().__enter__()
 
+    @override
     def __exit__(self, *args: object) -> None:
         super().__exit__(*args)
 

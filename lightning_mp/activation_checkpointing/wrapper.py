@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from lightning_mp.activation_checkpointing.buffers import FoundBuffers, WatchedBuffers
 from lightning_mp.activation_checkpointing.cost import StepCost
@@ -34,6 +35,7 @@ class CheckpointSwitch:
     def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointSwitch":
         return self
 
+    @override
     def __reduce__(self) -> tuple[type["CheckpointSwitch"], tuple[()]]:
         return CheckpointSwitch, ()  # loaded from a file it is off
 
@@ -43,7 +45,7 @@ class CheckpointedState:
 
     def __init__(self, module: nn.Module) -> None:
         self.buffers = WatchedBuffers(module)
-        self.runs = WholeRuns(module)
+        self.runs = RecomputeToEnd(module)
 
 
 def run_checkpointed(
@@ -133,12 +135,12 @@ class _SecondRun:
         self._stack.enter_context(default_dtype(self._dtype))
         if self._cost is not None:
             self._cost.begin_second_run()
-        self._found.put_in()
+        self._found.restore_snapshot()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._found.take_out()
+        self._found.undo_restore()
         if self._cost is not None:
             self._cost.end_second_run()
         self._stack.close()
@@ -200,7 +202,7 @@ class CheckpointedModules:
 _FILLS_WHAT_IT_SAVED = "RreluWithNoise"
 
 
-class WholeRuns:
+class RecomputeToEnd:
     """Whether second runs of a module have to run to the end; found out in its first call in training."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -223,7 +225,7 @@ class WholeRuns:
         return self._needed
 
 
-def _run(forward: Callable[..., Any], runs: WholeRuns, *args: Any, **kwargs: Any) -> Any:
+def _run(forward: Callable[..., Any], runs: RecomputeToEnd, *args: Any, **kwargs: Any) -> Any:
     output = forward(*args, **kwargs)
     if runs.learn((args, kwargs), output):
         torch.ones((), requires_grad=True).square()  # saves a tensor: the last that the second run has to come to

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
 
 from lightning_mp.core.namespace_hint import NamespaceHint
 
@@ -176,6 +177,7 @@ class AtomicCheckpointIO(NamespaceHint, TorchCheckpointIO):
 
     kind = "checkpoint plugin"
 
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
@@ -192,6 +194,7 @@ class AtomicCheckpointIO(NamespaceHint, TorchCheckpointIO):
             temporary.unlink(missing_ok=True)
             raise
 
+    @override
     def load_checkpoint(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a single file; strategies that write directories read them themselves.
 
@@ -202,6 +205,7 @@ class AtomicCheckpointIO(NamespaceHint, TorchCheckpointIO):
             refuse_shards(Path(path), "This strategy")
         return super().load_checkpoint(os.fspath(path), *args, **kwargs)
 
+    @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint so that no half of it looks like one."""
         if is_local(path):

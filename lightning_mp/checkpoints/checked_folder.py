@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
+from typing_extensions import override
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -47,6 +48,7 @@ class CheckedReader(FileSystemReader):
         super().__init__(folder)
         self._folder = Path(folder)
 
+    @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The folder's table of contents."""
         rank = kwargs.get("rank")
@@ -70,6 +72,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         super().__init__(opened)
         self._file = file
 
+    @override
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
@@ -101,6 +104,7 @@ class _CheckedPlanner(DefaultLoadPlanner):
         self._weights_only = weights_only
         self.refusal: str | None = None
 
+    @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             torch.load(value, weights_only=self._weights_only)

@@ -8,6 +8,8 @@ from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Literal
 
+from typing_extensions import override
+
 Verdict = Literal["not worse", "worse", "cannot tell yet"]
 
 _MOST_SEEDS = 1000
@@ -103,6 +105,7 @@ class PairedDifference:
         quantiles = [student_t_quantile(p, seeds - 1) for p in ((1 + self.confidence) / 2, _POWER)]
         return sum(quantiles) * self.deviation / math.sqrt(seeds) < abs(self.margin - self.mean)
 
+    @override
     def __str__(self) -> str:
         if self.diverged:
             return f"worse: {self.diverged} of {self.seeds} runs diverged"

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
 
 from lightning_mp.comparison.paired_difference import PairedDifference, differences_of
 from lightning_mp.comparison.trial import Experiment, Trial, run_trial
@@ -135,6 +136,7 @@ class ShownRun(Callback):
         self._steps = 0
         bar.set_description(text)
 
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Counts optimizer steps."""
         self._bar.update(trainer.global_step - self._steps)

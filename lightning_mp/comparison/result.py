@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from lightning_mp.comparison.paired_difference import PairedDifference
 from lightning_mp.comparison.paired_runs import FinishedRun, PairedQuality
 from lightning_mp.comparison.step_cost import StepCost
@@ -136,6 +138,7 @@ class PrecisionComparison:
         """Draws costs, and where there are paired runs their losses and differences; needs matplotlib."""
         draw_comparison(self, Path(path))
 
+    @override
     def __str__(self) -> str:
         return self.text()
 

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from lightning_mp.comparison.trial import Experiment, TrainingData, run_trial
 from lightning_mp.core import private_dispatch_api
@@ -63,6 +64,7 @@ class _Clock(Callback):
         self.all_batches = 0
         self.seconds = math.nan
 
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.all_batches += 1
         if math.isnan(self._began):
@@ -71,6 +73,7 @@ class _Clock(Callback):
         else:
             self.batches += 1
 
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.seconds = _time(pl_module.device) - self._began
 
@@ -102,12 +105,14 @@ class _MemoryWatcher(Callback):
         self._live = live
         self._observation = observation
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         weights = [weight for weight in pl_module.parameters() if not is_lazy(weight)]
         self._live.add("weights", weights)
         self._live.add("buffers", pl_module.buffers(), unless=("weights",))
         self._observation.enter_context(private_dispatch_api.observe_dispatch(self._live.after_operation))
 
+    @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         self._live.add("batch", tensors_in(batch), unless=("weights", "buffers"))
 
@@ -129,11 +134,13 @@ class _GradientTaker(Callback):
     def __init__(self) -> None:
         self.gradient: dict[str, Tensor] = {}
 
+    @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for module in pl_module.modules():
             if isinstance(module, _DROPOUTS):
                 module.p = 0.0
 
+    @override
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if self.gradient:
             return

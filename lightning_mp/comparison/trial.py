@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_mp.comparison.precisions import PluginFactory
 from lightning_mp.core.nested_tensors import tensors_in
@@ -164,10 +165,12 @@ class Recorder(Callback):
         self._has_loss = False
         self._began = math.nan
 
+    @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Random numbers of the set-up."""
         set_seed(self._seed, -1)
 
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Records losses before Lightning divides them, and batches before the plugin converts them."""
         plugin, training_step = trainer.precision_plugin, pl_module.training_step
@@ -180,6 +183,7 @@ class Recorder(Callback):
         patches.replace(pl_module, "training_step", step_and_record)
         convert = patches.replace(plugin, "convert_input", lambda batch: convert.original(self._count(trainer, batch)))
 
+    @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Random numbers of the order of the data."""
         if trainer.current_epoch:
@@ -187,6 +191,7 @@ class Recorder(Callback):
         self._in_epoch = 0
         set_seed(self._seed, -2, trainer.current_epoch)
 
+    @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
         """Random numbers of the batch."""
         if not self._batches:
@@ -194,11 +199,13 @@ class Recorder(Callback):
         self._has_loss = False
         set_seed(self._seed, self._batches, 0)
 
+    @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Random numbers until the next batch."""
         set_seed(self._seed, self._batches, 1)
         self._batches += 1
 
+    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stops the clock."""
         if self.losses:

@@ -7,6 +7,8 @@ import textwrap
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from typing_extensions import override
+
 _WIDEST_CHOICES = 40
 
 
@@ -17,16 +19,19 @@ def _has_long_choices(action: argparse.Action) -> bool:
 class _HelpFormatter(argparse.HelpFormatter):
     """Fits into a terminal: paragraphs are filled, examples are not; long choices go into the text of the option."""
 
+    @override
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
         if _has_long_choices(action):
             return lambda size: (default_metavar,) * size
         return super()._metavar_formatter(action, default_metavar)
 
+    @override
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if _has_long_choices(action):
             return f"{', '.join(map(str, action.choices or ()))}; {action.help}"
         return super()._get_help_string(action)
 
+    @override
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = []
         for paragraph in text.split("\n\n"):
@@ -48,6 +53,7 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": _HelpFormatter, **settings})
 
+    @override
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Joins an option and a negative number behind it; of those argparse knows -1 and -0.5, but not -1e21."""
         words: list[str] = []
@@ -58,6 +64,7 @@ class OneLineParser(argparse.ArgumentParser):
                 words.append(word)
         return super().parse_known_args(words, namespace)
 
+    @override
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with code 2; a choice that resembles a known one is answered with that."""
         choice = re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message)

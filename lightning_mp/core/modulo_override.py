@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Self
 
+from typing_extensions import override
+
 
 class ModuloOverride(int):
     """A number of which only the answer to a modulo differs; copies and pickles are plain numbers.
@@ -25,8 +27,10 @@ class ModuloOverride(int):
     def _remainder(self, value: int) -> int:
         return value % int(self)
 
+    @override
     def __rmod__(self, value: int) -> int:
         return self._remainder(value)
 
+    @override
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)

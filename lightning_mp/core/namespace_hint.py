@@ -2,6 +2,8 @@
 
 from typing import ClassVar
 
+from typing_extensions import override
+
 from lightning_mp.core.misplaced_parts import asking_module, place_hint
 from lightning_mp.core.settings_repr import SettingsRepr
 
@@ -18,6 +20,7 @@ class NamespaceHint(SettingsRepr):
     #: What it is, for the hint.
     kind: ClassVar[str]
 
+    @override
     def __repr__(self) -> str:
         """Its class, and the hint."""
         hint = namespace_hint(self.kind) or place_hint(self)

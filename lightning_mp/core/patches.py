@@ -134,7 +134,7 @@ class Patches:
     def _watch(self) -> None:
         def begin(*args: Any, **kwargs: Any) -> Any:
             self.undo_all()
-            return beginning.original(*args, **kwargs)
+            return setup_patch.original(*args, **kwargs)
 
         def end(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -150,7 +150,7 @@ class Patches:
                     self.undo_all()
 
         trainer = self._trainer
-        beginning = self.replace(trainer.strategy, "setup_environment", begin)
+        setup_patch = self.replace(trainer.strategy, "setup_environment", begin)
         ending = self.replace(trainer.lightning_module, "teardown", end)
         interrupted = self.replace(trainer.strategy, "teardown", end_if_interrupted)
 

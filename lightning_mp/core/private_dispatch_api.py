@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 #: (owner, private name, why it is needed)
 PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
@@ -65,10 +66,12 @@ class _Observing(TorchDispatchMode):
         self.observers: list[_Observer] = []
 
     @classmethod
+    @override
     def ignore_compile_internals(cls) -> bool:
         # Without this torch.compile gives up, for the rest of the run, on functions first called inside the mode.
         return True
 
+    @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for observer in tuple(self.observers):

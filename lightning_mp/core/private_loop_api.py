@@ -68,7 +68,7 @@ def replace_closures(
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
 
     def make_closure(arguments: Any, optimizer: Optimizer, batch_idx: int) -> Any:
-        closure = making.original(arguments, optimizer, batch_idx)
+        closure = closure_patch.original(arguments, optimizer, batch_idx)
         warnings = closure.warning_cache  # not the closure itself, which will refer to this: it would keep its batch
 
         def training_step(batch: Any) -> ClosureResult:
@@ -83,7 +83,7 @@ def replace_closures(
             closure.closure = torch.enable_grad()(run)
         return closure
 
-    making = Patches.of(trainer).replace(loop, "_make_closure", make_closure)
+    closure_patch = Patches.of(trainer).replace(loop, "_make_closure", make_closure)
 
 
 def replace_logging(trainer: "pl.Trainer", log: Callable[..., None]) -> Patch:

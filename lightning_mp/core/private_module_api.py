@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._functorch import pyfunctorch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_mp.core.private_sharding_api import sharding_groups
 
@@ -163,6 +164,7 @@ class WatchedShard(DTensor):
     __slots__ = ()
 
     @property
+    @override
     def _local_tensor(self) -> Tensor:  # type: ignore[override]  # an attribute there
         self.touched()
         return part_of(self)

@@ -128,8 +128,8 @@ def has_stepped(scaler: "GradScaler", optimizer: Optimizer | None = None) -> boo
     states = scaler._per_optimizer_states
     if not states:
         return False
-    asked = states.values() if optimizer is None else [states[id(optimizer)]] if id(optimizer) in states else []
-    return any(state["stage"] is OptState.STEPPED for state in asked)
+    requested = states.values() if optimizer is None else [states[id(optimizer)]] if id(optimizer) in states else []
+    return any(state["stage"] is OptState.STEPPED for state in requested)
 
 
 def forget_optimizers(scaler: "GradScaler", optimizers: Iterable[Optimizer] | None = None) -> None:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Kind:
+class Schema:
     """What an entry must be: in words, and as a test."""
 
-    words: str
-    fits: Callable[[Any], bool]
+    description: str
+    accepts: Callable[[Any], bool]
 
 
 def _is_count(value: Any) -> bool:
@@ -25,56 +25,56 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-COUNT = Kind("a whole number from 0", _is_count)
-POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
-POSITIVE_COUNT = Kind("a whole number from 1", lambda value: _is_count(value) and value > 0)
-ANY_NUMBER = Kind("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
-NUMBER = Kind("a finite number", _is_number)
-AMOUNT = Kind("a finite number from 0", lambda value: _is_number(value) and value >= 0)
-FLAG = Kind("True or False", lambda value: isinstance(value, bool))
-MAPPING = Kind("a mapping", lambda value: isinstance(value, Mapping))
-TEXT = Kind("text", lambda value: isinstance(value, str))
+COUNT = Schema("a whole number from 0", _is_count)
+POSITIVE = Schema("a positive number", lambda value: _is_number(value) and value > 0)
+POSITIVE_COUNT = Schema("a whole number from 1", lambda value: _is_count(value) and value > 0)
+ANY_NUMBER = Schema("a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool))
+NUMBER = Schema("a finite number", _is_number)
+AMOUNT = Schema("a finite number from 0", lambda value: _is_number(value) and value >= 0)
+FLAG = Schema("True or False", lambda value: isinstance(value, bool))
+MAPPING = Schema("a mapping", lambda value: isinstance(value, Mapping))
+TEXT = Schema("text", lambda value: isinstance(value, str))
 
 
-def or_none(kind: Kind) -> Kind:
+def or_none(schema: Schema) -> Schema:
     """The same, or None."""
-    return Kind(f"{kind.words} or None", lambda value: value is None or kind.fits(value))
+    return Schema(f"{schema.description} or None", lambda value: value is None or schema.accepts(value))
 
 
-def listed_of(kind: Kind, length: int | None = None) -> Kind:
+def listed_of(schema: Schema, length: int | None = None) -> Schema:
     """A list of such; of that length if one is given."""
     number = "" if length is None else f"{length} times "
-    return Kind(
-        f"a list of {number}{kind.words}",
-        lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(kind.fits, value)),
+    return Schema(
+        f"a list of {number}{schema.description}",
+        lambda value: isinstance(value, list) and length in (None, len(value)) and all(map(schema.accepts, value)),
     )
 
 
-def holding(kinds: Mapping[str, Kind]) -> Kind:
+def holding(schemas: Mapping[str, Schema]) -> Schema:
     """A mapping that has exactly these entries."""
-    words = ", ".join(f"{name} ({kind.words})" for name, kind in kinds.items())
-    return Kind(
+    words = ", ".join(f"{name} ({schema.description})" for name, schema in schemas.items())
+    return Schema(
         f"a mapping of {words}",
         lambda value: (
             isinstance(value, Mapping)
-            and value.keys() == kinds.keys()
-            and all(kind.fits(value[name]) for name, kind in kinds.items())
+            and value.keys() == schemas.keys()
+            and all(schema.accepts(value[name]) for name, schema in schemas.items())
         ),
     )
 
 
-def named(kind: Kind) -> Kind:
+def named(schema: Schema) -> Schema:
     """A mapping from names to such."""
-    return Kind(
-        f"a mapping from names to {kind.words}",
+    return Schema(
+        f"a mapping from names to {schema.description}",
         lambda value: (
             isinstance(value, Mapping)
-            and all(isinstance(name, str) and kind.fits(entry) for name, entry in value.items())
+            and all(isinstance(name, str) and schema.accepts(entry) for name, entry in value.items())
         ),
     )
 
 
-def checked_state(state: Any, kinds: Mapping[str, Kind], whose: str) -> dict[str, Any]:
+def checked_state(state: Any, schemas: Mapping[str, Schema], whose: str) -> dict[str, Any]:
     """The state, if it holds these entries and each is what it must be.
 
     >>> checked_state({"tokens": 3}, {"tokens": COUNT}, "the counter")
@@ -87,12 +87,12 @@ def checked_state(state: Any, kinds: Mapping[str, Kind], whose: str) -> dict[str
     wrong = ""
     if not isinstance(state, Mapping):
         wrong = f"it is of type {type(state).__name__}; it must be a mapping"
-    elif missing := [name for name in kinds if name not in state]:
+    elif missing := [name for name in schemas if name not in state]:
         wrong = f"it has no {', '.join(map(repr, missing))}"
     else:
-        for name, kind in kinds.items():
-            if not kind.fits(state[name]):
-                wrong = f"{name!r} is {_shown(state[name])}; it must be {kind.words}"
+        for name, schema in schemas.items():
+            if not schema.accepts(state[name]):
+                wrong = f"{name!r} is {_shown(state[name])}; it must be {schema.description}"
                 break
     if wrong:
         raise ValueError(
@@ -109,9 +109,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def tensor_like(shape: torch.Size) -> Kind:
+def tensor_like(shape: torch.Size) -> Schema:
     """A floating-point tensor of that shape."""
-    return Kind(
+    return Schema(
         f"a floating-point tensor of shape {list(shape)}",
         lambda value: isinstance(value, Tensor) and value.shape == shape and value.is_floating_point(),
     )

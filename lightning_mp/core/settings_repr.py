@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from typing_extensions import override
 
 
 class SettingsRepr:
@@ -23,6 +24,7 @@ class SettingsRepr:
     Monitor('loss', every_n_steps=50)
     """
 
+    @override
     def __repr__(self) -> str:
         """Its class and its settings, as in the call that makes it; for a Trainer that refuses it, where it belongs."""
         from lightning_mp.core.misplaced_parts import place_hint  # of use in errors only

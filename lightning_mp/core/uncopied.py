@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
 
+from typing_extensions import override
+
 
 class Replacement(partial[Any]):
     """A function in the place of a method of one object; copies of the object, by pickle or deepcopy, have the method.
@@ -37,6 +39,7 @@ class Replacement(partial[Any]):
             vars(replacement)["__wrapped__"] = function.__wrapped__
         return replacement
 
+    @override
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self._original
 
@@ -57,6 +60,7 @@ class RunHook(partial[Any]):
     forward
     """
 
+    @override
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return partial, (_nothing,)
 

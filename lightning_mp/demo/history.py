@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 import lightning_mp as mp
 from lightning_mp.core.devices import device_name, peak_memory_bytes
@@ -48,6 +49,7 @@ class RunHistory(Callback):
         self._window: list[Tensor] = []
         self._unread: list[Tensor] = []
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -72,6 +74,7 @@ class RunHistory(Callback):
         for column in ("loss_scale", "skipped", "grad_norm"):
             self._steps[column].append(getattr(outcome, column))
 
+    @override
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Notes the validation loss, and prints a line where no progress bar shows it."""
         self._read_losses(trainer)
@@ -81,6 +84,7 @@ class RunHistory(Callback):
         if trainer.progress_bar_callback is None:
             say(f"{tokens:,} tokens: train loss {self._steps['train_loss'][-1]:.3f}, validation loss {loss:.3f}")
 
+    @override
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
@@ -88,12 +92,14 @@ class RunHistory(Callback):
         self._read_losses(trainer)
         checkpoint[HISTORY_KEY] = {"facts": self._facts, "steps": self._steps, "validation": self._validation}
 
+    @override
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Continues with the rows of the resumed run."""
         self._steps, self._validation = (checkpoint[HISTORY_KEY][rows] for rows in ("steps", "validation"))
 
+    @override
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Writes a last row of the log that has everything, since most is logged every few steps only, and the file."""
         self._read_losses(trainer)
@@ -141,6 +147,7 @@ class InjectOverflow(Callback):
         self._step_index = settings.inject_overflow
         self._parameter_name = f"model.blocks.{settings.model.layers // 2}.mlp.up.weight"
 
+    @override
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Spoils the gradient, which has been reduced over ranks by now."""
         if trainer.global_step != self._step_index:

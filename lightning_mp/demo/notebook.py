@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from lightning_mp.activation_checkpointing.cost import StorageBytes
 from lightning_mp.core import private_dispatch_api
@@ -53,6 +54,7 @@ class Recorder(Callback):
         self.loss_scales: list[float] = []
         self.skipped: list[bool] = []
 
+    @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -135,6 +137,7 @@ class ThirdStep(Recorder):
         self.sent: dict[str, list[int]] = {}
         self._counting = private_dispatch_api.observe_dispatch(self._count_sent)
 
+    @override
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -142,6 +145,7 @@ class ThirdStep(Recorder):
         if batch_idx == 2:
             self._counting.__enter__()
 
+    @override
     def on_before_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
     ) -> None:

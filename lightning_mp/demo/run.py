@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing.spawn import ProcessRaisedException
+from typing_extensions import override
 
 import lightning_mp as mp
 from lightning_mp.checkpoints import latest_checkpoint
@@ -134,6 +135,7 @@ class ProgressBar(TQDMProgressBar):
 
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
+    @override
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """The loss of the last step, the share of the budget that is spent, and skipped steps from the first one on."""
         shown = super().get_metrics(trainer, pl_module)

@@ -18,6 +18,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mp.core.quantities import format_quantity
 
@@ -118,6 +119,7 @@ class LossForecast:
     reach: float  # tokens forecast for, over tokens of the last point
     warnings: tuple[str, ...]  # why to trust it less; empty if nothing is amiss
 
+    @override
     def __str__(self) -> str:
         band = f"{self.low:.4g} to {self.high:.4g} at {self.confidence:.0%}"
         return f"loss {self.loss:.4g} ({band}) after {format_quantity(self.tokens)} tokens" + "".join(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from typing_extensions import override
 
 from lightning_mp.core.devices import sent_to
 from lightning_mp.core.host_copy import HostCopy
@@ -74,6 +75,7 @@ class NoiseScale:
         """Progress of a step compared to the best step that any batch allows, ``1 / (1 + scale / batch)`` (eq. 2.6)."""
         return 1 / (1 + self.samples / self.batch_samples)
 
+    @override
     def __str__(self) -> str:
         high = f"{self.high:,.0f}" if math.isfinite(self.high) else "no upper end yet"
         tokens = f", {self.tokens:,.0f} tokens" if self.tokens else ""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_sharding_api import unsaved_buffers
@@ -88,6 +89,7 @@ class BufferBroadcast(Callback):
     on_train_start = on_train_epoch_start = on_train_end = flush_pending
     on_validation_start = on_test_start = on_predict_start = flush_pending
 
+    @override
     def on_train_batch_end(self, *_: Any) -> None:
         """After the backward, which may have run layers once more."""
         self._may_differ = True

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 
 class GroupedProducts(TorchFunctionMode):
@@ -21,6 +22,7 @@ class GroupedProducts(TorchFunctionMode):
     torch.Size([5, 2])
     """
 
+    @override
     def __torch_function__(
         self,
         func: Callable[..., Any],

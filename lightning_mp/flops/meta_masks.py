@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 _MASK_MODULES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 _LOOKS_FOR_PACKED_SEQUENCES = "find_packed_sequence_indices"
@@ -35,6 +36,7 @@ class MasksWithoutNumbers(TorchFunctionMode):
         self._has_padding = has_padding
         self._restore = ExitStack()
 
+    @override
     def __enter__(self) -> "MasksWithoutNumbers":
         for name in _MASK_MODULES:
             module: Any = sys.modules.get(name)
@@ -46,10 +48,12 @@ class MasksWithoutNumbers(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
+    @override
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._restore.close()
 
+    @override
     def __torch_function__(
         self,
         func: Callable[..., Any],

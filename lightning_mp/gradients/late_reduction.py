@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 
 def reduce_gradients(model: DistributedDataParallel, hooked: Iterable[Tensor]) -> None:
@@ -41,9 +42,11 @@ class _Passed(torch.autograd.Function):
     """The identity, also for sparse gradients, which those of torch's views cannot be."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
         return parameter.view_as(parameter)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient

@@ -153,7 +153,7 @@ class AgreedUnits:
         )
 
 
-class RanksAlike:
+class RankConsistencyCheck:
     """Sharded ranks run the same units; DDP reduces every parameter that is trained.
 
     Both are checked between the last backward of a step and the step, until the run ends. Any part of the package may
@@ -166,7 +166,7 @@ class RanksAlike:
         self._method: Patch | None = None
         model = trainer.strategy.model
         run = RunState.of(trainer)
-        if run.find(RanksAlike) is not None or model is None:
+        if run.find(RankConsistencyCheck) is not None or model is None:
             return
         run.keep(self)
         self._units = AgreedUnits.of(model, optimizers, trainer.strategy.root_device)

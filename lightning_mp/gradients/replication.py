@@ -102,9 +102,9 @@ class GradientReplication:
 def gradient_replication(trainer: "pl.Trainer") -> GradientReplication:
     """What the strategy says by ``gradient_replication()``; of Lightning's own, FSDP1 shards and all others copy."""
     strategy = trainer.strategy
-    asked = getattr(strategy, "gradient_replication", None)
-    if asked is not None:
-        ranks: GradientReplication = asked()
+    requested = getattr(strategy, "gradient_replication", None)
+    if requested is not None:
+        ranks: GradientReplication = requested()
         return ranks
     if isinstance(strategy, FSDPStrategy) and strategy.model is not None:
         return GradientReplication.of_fsdp1(strategy.model)

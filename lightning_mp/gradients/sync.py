@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_mp.core import private_sharding_api
 from lightning_mp.gradients.gradient_ops import local_shard
@@ -39,6 +40,7 @@ class _StaticGraphDDP(GradientSync):
     def __init__(self) -> None:
         self._learnt = False
 
+    @override
     def begin(self, *, closes: bool) -> None:
         if not closes and not self._learnt:
             raise MisconfigurationException(
@@ -57,10 +59,12 @@ class _FSDP2Sync(GradientSync):
         for unit in units:
             private_sharding_api.allow_unused_layers(unit)
 
+    @override
     def begin(self, *, closes: bool) -> None:
         for unit in self._units:
             unit.set_requires_gradient_sync(closes, recurse=False)
 
+    @override
     def detach(self) -> None:
         self.begin(closes=True)
 
@@ -72,12 +76,14 @@ class _FSDP1Sync(GradientSync):
         self._roots = roots
         self._stack = ExitStack()
 
+    @override
     def begin(self, *, closes: bool) -> None:
         if not closes:
             for root in self._roots:
                 no_sync: AbstractContextManager[None] = root.no_sync()
                 self._stack.enter_context(no_sync)
 
+    @override
     def end(self) -> None:
         self._stack.close()
 

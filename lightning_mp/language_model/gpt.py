@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mp.core.arguments import whole_number
 
@@ -31,6 +32,7 @@ class GPTConfig:
         if self.width % self.heads:
             raise ValueError(f"GPTConfig(width={self.width}): it must be a multiple of the {self.heads} heads.")
 
+    @override
     def __str__(self) -> str:
         return f"layers: {self.layers}, heads: {self.heads}, width: {self.width}"
 
@@ -84,6 +86,7 @@ class CausalSelfAttention(nn.Module):
         self.query_key_value = nn.Linear(config.width, 3 * config.width, bias=False)
         self.output = nn.Linear(config.width, config.width, bias=False)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, tokens, width]`` to ``[batch, tokens, width]``."""
         # Heads are not counted: under tensor parallelism a rank has some of them.
@@ -113,6 +116,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width, bias=False)
         self.mlp = MLP(config)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, tokens, width]`` to ``[batch, tokens, width]``."""
         x = x + self.attention(self.attention_norm(x))
@@ -148,6 +152,7 @@ class GPT(nn.Module):
             if name.endswith(("attention.output.weight", "mlp.down.weight")):
                 nn.init.normal_(weight, std=_INIT_STD / math.sqrt(2 * config.layers))
 
+    @override
     def forward(self, idx: Tensor) -> Tensor:
         """Token ids ``[batch, tokens]`` to next-token logits ``[batch, tokens, vocab]``."""
         x = self.embed(idx)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
 
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.language_model.gpt import GPT, GPTConfig
@@ -75,6 +76,7 @@ class LanguageModel(pl.LightningModule):
         self._is_pipelined = False
         self.model = GPT(GPTConfig(layers, heads, width, block_tokens, vocab))
 
+    @override
     def forward(self, idx: Tensor) -> Tensor:
         """Token ids ``[batch, tokens]`` to logits ``[batch, tokens, vocab]``."""
         with self._attention_kernel():
@@ -98,10 +100,12 @@ class LanguageModel(pl.LightningModule):
         embed = PipelineLayer(lambda idx, batch: model.embed(idx), model.token_embedding, model.position_embedding)
         return [embed, *model.blocks, model.final_norm, model.head]
 
+    @override
     def setup(self, stage: str) -> None:
         """Notes whether the strategy cuts the model into stages."""
         self._is_pipelined = is_pipelined(self.trainer)
 
+    @override
     def configure_model(self) -> None:
         """Shards the model under Lightning's own ``ModelParallelStrategy``, which leaves that to the module."""
         mesh = self.device_mesh  # None elsewhere, and without a Trainer
@@ -120,16 +124,19 @@ class LanguageModel(pl.LightningModule):
         gathered = gathered_of_masters(self, plugin.policy, plugin.dtype)
         return sharding_units(gathered, (*names, "model"), plugin.dtype)
 
+    @override
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         """The loss, and for recording the same undivided and its number of labels."""
         loss = self.loss(batch)
         self.log("train/loss", loss.detach(), prog_bar=True)
         return {"loss": loss, "mean_loss": loss.detach(), "tokens": (batch[1] != -100).sum()}
 
+    @override
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """Logs the mean over all ranks and batches, which are all of one size."""
         self.log("val/loss", self.loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
 
+    @override
     def configure_optimizers(self) -> OptimizerConfig | OptimizerLRSchedulerConfig:
         """AdamW, and perhaps its schedule by optimizer step."""
         options, parameters = self.hparams, list(self.named_parameters())

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 VALIDATION_SHARE = 20  # of 20 files, or of 20 equal parts of one file, one is held out
 MAX_BYTES = 16 * 2**20  # of the standard library, so that the start takes well under two seconds
@@ -199,11 +200,13 @@ class TextData(pl.LightningDataModule):
         super().__init__()
         self._corpus, self._batch_size, self._num_batches, self._seed = corpus, batch_size, num_batches, seed
 
+    @override
     def train_dataloader(self) -> TextBatches:
         """All batches of the run."""
         seed = torch.initial_seed() % 2**32 if self._seed is None else self._seed
         return TextBatches(self._corpus.train, num_batches=self._num_batches, seed=seed, **self._part())
 
+    @override
     def val_dataloader(self) -> HeldOutBatches:
         """At most 32 batches."""
         return HeldOutBatches(self._corpus.validation, max_batches=_MAX_VALIDATION_BATCHES, **self._part())

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.core.saved_state import COUNT, NUMBER, POSITIVE_COUNT, Kind, checked_state, listed_of, or_none
+from lightning_mp.core.saved_state import COUNT, NUMBER, POSITIVE_COUNT, Schema, checked_state, listed_of, or_none
 from lightning_mp.lr_schedule.schedules import (
     COOLDOWN_SHAPES,
     Cooldown,
@@ -23,12 +23,12 @@ _KINDS = {
     "horizon_tokens": or_none(POSITIVE_COUNT),
     "course": listed_of(NUMBER, 3),
     "cooldown": or_none(
-        Kind(
+        Schema(
             "a list of two finite numbers and the name of a shape",
             lambda value: (
                 isinstance(value, list)
                 and len(value) == 3
-                and all(map(NUMBER.fits, value[:2]))
+                and all(map(NUMBER.accepts, value[:2]))
                 and value[2] in COOLDOWN_SHAPES
             ),
         )

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_mp.core.devices import sent_to
 
@@ -58,6 +59,7 @@ class OverflowRate(Metric):
         self.add_state("skipped_steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("attempted_steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
+    @override
     def update(self, skipped: bool | Tensor) -> None:
         """Counts steps.
 
@@ -68,6 +70,7 @@ class OverflowRate(Metric):
         self.skipped_steps += sent_to(skipped_steps, self.skipped_steps.device)
         self.attempted_steps += attempted_steps
 
+    @override
     def compute(self) -> Tensor:
         """The rate so far."""
         return self.skipped_steps / self.attempted_steps.clamp(min=1)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_mp.gradients.gradient_ops import accumulation_dtype
 
@@ -87,12 +88,14 @@ class TokenPerplexity(Metric):
         self.add_state("negative_log_likelihood", total, dist_reduce_fx="sum")
         self.add_state("tokens", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
+    @override
     def update(self, logits: Tensor, target: Tensor) -> None:
         """Adds a batch; see :func:`token_perplexity`."""
         total, tokens = _count(logits, target, self.ignore_index)
         self.negative_log_likelihood += total
         self.tokens += tokens
 
+    @override
     def compute(self) -> Tensor:
         """The perplexity so far; nan if no token counted."""
         return (self.negative_log_likelihood / self.tokens).exp()

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_mp.core.bit_layouts import NumberFormat
 from lightning_mp.core.devices import sent_to
@@ -76,12 +77,14 @@ class UnderflowFraction(Metric):
         self.add_state("lost_values", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("nonzero_values", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
+    @override
     def update(self, values: Tensor, scale: float | Tensor = 1.0) -> None:
         """Counts the values of a tensor; see :func:`underflow_fraction`."""
         lost, nonzero = _count(values, self.format, scale)
         self.lost_values += lost
         self.nonzero_values += nonzero
 
+    @override
     def compute(self) -> Tensor:
         """The share so far; 0 if there were no non-zero values."""
         return self.lost_values / self.nonzero_values.clamp(min=1)

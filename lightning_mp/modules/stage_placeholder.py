@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, NoReturn
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_mp.modules.names import named_modules
 
@@ -62,10 +63,12 @@ class StagePlaceholder(nn.Module):
             " stages before trainer.fit or from a checkpoint."
         )
 
+    @override
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         """Says where the module is."""
         raise RuntimeError(self._where())
 
+    @override
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -74,6 +77,7 @@ class StagePlaceholder(nn.Module):
                 f"{name!r} was requested from a module that is not on this rank: {self._where()}"
             ) from None
 
+    @override
     def extra_repr(self) -> str:
         """The class of the module, and its stage."""
         _, stages, _, meta_module = self.__dict__["_placed"]

@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_mp.core.nested_tensors import tensors_in
 
@@ -62,6 +63,7 @@ class _StandInCopies(TorchFunctionMode):
         super().__init__()
         self._stand_in = stand_in
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
             tensor, memo = args

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.host_copy import HostCopy
@@ -204,10 +205,12 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             self._hysteresis_refill,
         )
 
+    @override
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
 
+    @override
     def scale(self, outputs: Any) -> Any:
         """Multiplies a loss, or an iterable of losses, by the scale, in float32.
 
@@ -217,6 +220,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             return outputs
         return super().scale(_map_tensors(outputs, _to_at_least_float32))
 
+    @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer, or skips the step on non-finite gradients, as ``torch.amp.GradScaler.step``.
 
@@ -232,6 +236,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         with one_mesh_per_group(optimizer) if self._enabled else nullcontext():
             return super().step(optimizer, *args, **kwargs)
 
+    @override
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -249,6 +254,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         gradient_ops.sum_over_ranks_(found_inf, self._process_group)
         return {found_inf.device: found_inf.clamp_(max=1.0)}
 
+    @override
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale; call it once per step, after all optimizers.
 
@@ -313,6 +319,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             raise LossScaleFloorError(message)
         rank_zero_warn(message, category=RuntimeWarning)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """torch's five entries, then those of this class; ``GradScaler.load_state_dict`` accepts it too."""
         if not self._enabled:
@@ -344,6 +351,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         check_state(state_dict, rule, on_floor)
         return rule, on_floor
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of a ``LossScaler`` or of a ``torch.amp.GradScaler``.
 
@@ -376,6 +384,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         self._count_last_update()
         state: dict[str, Any] = super().__getstate__()

@@ -30,7 +30,7 @@ from lightning_mp.core import private_optimizer_api, private_trainer_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
-from lightning_mp.gradients.ranks_alike import RanksAlike
+from lightning_mp.gradients.ranks_alike import RankConsistencyCheck
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 from lightning_mp.optimizer_step.skip_holds import SkippedStepAveragingGuard, SkippedStepSchedulerGuard
 
@@ -145,7 +145,7 @@ class StepOutcomeDispatcher:
         self._learning_rate.attach()
         self._frequency.attach()
         self._averaging.attach()
-        RanksAlike(self._trainer, optimizers)
+        RankConsistencyCheck(self._trainer, optimizers)
         for optimizer in optimizers:
             self.flush_before_saving(optimizer)
         self._run.keep(self, self.flush_pending)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import LBFGS, Muon, Optimizer
+from typing_extensions import override
 
 from lightning_mp.core import private_optimizer_api
 from lightning_mp.core.messages import listed
@@ -107,6 +108,7 @@ class JointOptimizer(Optimizer):
             )
 
     @torch.no_grad()
+    @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes one step with every optimizer.
 
@@ -151,6 +153,7 @@ class JointOptimizer(Optimizer):
             if callable(getattr(optimizer, "eval", None)):
                 optimizer.eval()  # type: ignore[attr-defined]  # has one
 
+    @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the optimizer whose index is ``param_group["optimizer_index"]``; by default the last one.
 
@@ -171,6 +174,7 @@ class JointOptimizer(Optimizer):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """All groups and states, in torch's usual format; each optimizer's own ``state_dict`` provides its part."""
 
@@ -188,6 +192,7 @@ class JointOptimizer(Optimizer):
         finally:
             handle.remove()
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a :meth:`state_dict` of this class, or of one optimizer with the same groups and group sizes.
 
@@ -276,6 +281,7 @@ class JointOptimizer(Optimizer):
         extra = {key: value for part in parts for key, value in part.items() if key not in ("state", "param_groups")}
         return {**extra, "state": state, "param_groups": groups}
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "optimizers": self.optimizers}
 

@@ -100,7 +100,7 @@ def matrices_and_rest(
         [['1.weight']]
     """
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    asked = {name for name, _ in trainable if _matches(name, matrices)}
+    requested = {name for name, _ in trainable if _matches(name, matrices)}
     kept = {name for name, _ in trainable if _matches(name, rest)}
     for argument, patterns in (("matrices", matrices), ("rest", rest)):
         for pattern in patterns:
@@ -109,18 +109,18 @@ def matrices_and_rest(
                     f"matrices_and_rest({argument}={list(patterns)!r}): {pattern!r} matches no trainable parameter."
                     f" Their names are {listed([name for name, _ in trainable])}."
                 )
-    if asked & kept:
-        raise ValueError(f"matrices_and_rest: {listed(sorted(asked & kept))} is named in matrices and in rest.")
+    if requested & kept:
+        raise ValueError(f"matrices_and_rest: {listed(sorted(requested & kept))} is named in matrices and in rest.")
     outer = _outer_weights(module)
     found = MatricesAndRest([], [])
     for name, parameter in trainable:
-        if name in asked and parameter.ndim != 2:
+        if name in requested and parameter.ndim != 2:
             raise ValueError(
                 f"matrices_and_rest(matrices={list(matrices)!r}): {name} has the shape {tuple(parameter.shape)}, and"
                 " torch.optim.Muon takes matrices. Leave it out of the pattern."
             )
         is_hidden = parameter.ndim == 2 and id(parameter) not in outer
-        chosen = name in asked or (is_hidden and name not in kept)
+        chosen = name in requested or (is_hidden and name not in kept)
         (found.matrices if chosen else found.rest).append((name, parameter))
     return found if split is None else GroupsAndRest(_groups(module, found.matrices, split), found.rest)
 

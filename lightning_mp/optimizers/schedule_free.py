@@ -23,7 +23,7 @@ def has_evaluated_weights(optimizer: Optimizer) -> bool:
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
-class EvaluatedWeights:
+class ScheduleFreeMode:
     """Calls ``train()`` and ``eval()`` of a fit's optimizers wherever a hand-written loop must call them.
 
     A schedule-free optimizer computes gradients at ``y`` and is evaluated at ``x``, the average of its iterates. Only

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from lightning_mp.gradients import gradient_ops
 
@@ -52,6 +53,7 @@ def factor_of_backward(trainer: "pl.Trainer", loss: Tensor) -> Tensor:
 
 class _ReadyGradients(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, loss: Tensor, factor: Tensor, computed: list[Tensor], *parameters: Tensor) -> Tensor:
         ctx.factor = factor
         ctx.computed = [computed.pop(0) for _ in parameters]
@@ -59,6 +61,7 @@ class _ReadyGradients(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         computed, ctx.computed = ctx.computed, []
         ready = [gradient.coalesce() if gradient.is_sparse else gradient for gradient in computed]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
+from typing_extensions import override
 
 from lightning_mp.modules.state import keep_module
 from lightning_mp.pipelining.layers import Layer, pipeline_input, run_layers
@@ -39,6 +40,7 @@ class StageModule(nn.Module):
         self._microbatches = ()
         self._undo_probe = None
 
+    @override
     def forward(self, *hidden: Any, microbatch: Tensor) -> Any:
         """From what the stage before has sent, or the input, to what is sent on, or the output."""
         number = int(microbatch)
@@ -78,6 +80,7 @@ class Stage(PipelineStage):
         super().__init__(module, index, stages, device, group=group)
         self._backward_context = backward_context
 
+    @override
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         """Backward of one microbatch, in the context for backwards."""
         with self._backward_context():

@@ -37,7 +37,7 @@ class AppliedPolicy:
         """The rules hold, for a forward under autocast or its backward."""
         already = self._scope.low is not None  # the backward in a training step with manual optimization
         with ExitStack() as stack:
-            stack.enter_context(self._scope.awake(low))
+            stack.enter_context(self._scope.active(low))
             if low is not None and self._operations is not None and not already:
                 stack.enter_context(self._operations)
             yield

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_mp.core.messages import place_in, users_call
 from lightning_mp.core.private_dispatch_api import autocast_knows
@@ -39,6 +40,7 @@ class RefusedIn16Bit:
     module: str | None  # name of the innermost module around it; None outside of every forward
     writes_a_number: bool  # the number that it writes is out of range; else it has no kernel
 
+    @override
     def __str__(self) -> str:
         return f"in 16 bit {self.operation or 'the operation'} {self.reason}. {self.cure}"
 
@@ -84,6 +86,7 @@ class WatchFor16Bit(TorchFunctionMode):
         self.refused: RefusedIn16Bit | None = None
         self.dtype = ""  # the 16-bit format
 
+    @override
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

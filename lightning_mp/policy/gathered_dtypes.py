@@ -35,8 +35,8 @@ def gathered_dtypes(model: nn.Module, policy: PrecisionPolicy | None, low: torch
     def dtype_of(name: str, part: nn.Module) -> Dtype:
         ruled = decided.get(name)
         if resolved is not None and ruled is not None and resolved.deciding_rule(ruled) is not None:
-            asked = resolved.compute_dtype(ruled)
-            return torch.float32 if asked == LOW and _is_norm(part) else asked
+            requested = resolved.compute_dtype(ruled)
+            return torch.float32 if requested == LOW and _is_norm(part) else requested
         return LOW if _is_product(part) else torch.float32
 
     return _gathered(model, dtype_of)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.messages import WarnOnce
@@ -33,7 +34,7 @@ class PolicyScope:
         self.low: torch.dtype | None = None
 
     @contextmanager
-    def awake(self, low: torch.dtype | None) -> Iterator[None]:
+    def active(self, low: torch.dtype | None) -> Iterator[None]:
         """The policy is in force, with this 16-bit dtype; None lets it sleep."""
         before, self.low = self.low, low
         try:
@@ -44,6 +45,7 @@ class PolicyScope:
     def __deepcopy__(self, memo: dict[int, Any]) -> "PolicyScope":
         return self
 
+    @override
     def __reduce__(self) -> tuple[type["PolicyScope"], tuple[str]]:
         return PolicyScope, (self.device_type,)  # loaded from a file it sleeps
 

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from lightning_mp.policy.fails_in_16_bit import numbers_overflow
 from lightning_mp.policy.module_rules import PolicyScope, cast_tensors, dtypes_to_cast
@@ -85,6 +86,7 @@ class OperationRules(TorchFunctionMode):
         self.rules = rules
         self.scope = scope
 
+    @override
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

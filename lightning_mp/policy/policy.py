@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from torch import nn
+from typing_extensions import override
 
 from lightning_mp.modules.names import named_modules, near_misses
 from lightning_mp.modules.stage_placeholder import full_model
@@ -88,6 +89,7 @@ class PrecisionPolicy:
         fp32 = ("op:norms", "op:softmaxes", "op:losses", "op:fp32_only", "op:fills")
         return cls([*((family, "fp32") for family in fp32), ("op:matmuls", LOW)])
 
+    @override
     def __repr__(self) -> str:
         return f"PrecisionPolicy([{', '.join(f'({rule.text!r}, {dtype_name(rule.dtype)!r})' for rule in self.rules)}])"
 

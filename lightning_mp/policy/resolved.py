@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
+from typing_extensions import override
 
 from lightning_mp.core.text_columns import aligned
 from lightning_mp.modules.names import numbers_as_stars
@@ -33,6 +34,7 @@ class ResolvedPolicy:
     modules: tuple[PolicyModule, ...]
     operations: Mapping[str, int]
 
+    @override
     def __str__(self) -> str:
         return plain_table(self)
 

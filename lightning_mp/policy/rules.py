@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from lightning_mp.core.bit_layouts import FORMATS
 from lightning_mp.core.number_formats import number_format
@@ -35,6 +36,7 @@ class Rule:
     text: str
     bare: bool = False
 
+    @override
     def __str__(self) -> str:
         return f"{self.text!r}: {dtype_name(self.dtype)}"
 

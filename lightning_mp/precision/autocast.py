@@ -8,6 +8,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from typing_extensions import override
 
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.messages import listed
@@ -99,7 +100,7 @@ class AutocastPrecision(FullWeightsPrecision):
         if precision == "16-mixed" and scaler is None:
             scaler = LossScaler(device)
         super().__init__(precision, scaler, weight_by)
-        self._asked_device = device
+        self._requested_device = device
         self.device: str | None = device  # type: ignore[assignment]  # None until the Trainer is known
         self.policy = read_policy(policy, self.scaler, "AutocastPrecision('16-mixed')")
         self.eval_precision = _checked_eval_precision(eval_precision or precision)
@@ -112,14 +113,15 @@ class AutocastPrecision(FullWeightsPrecision):
         """The 16-bit dtype."""
         return AUTOCAST_DTYPES[self.precision]
 
+    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Takes the Trainer from the module and checks that its device supports the precision."""
         module = super().convert_module(module)
         strategy = self._run.trainer.strategy
         FSDP1Model.inspect_before_wrapping(module, strategy)
         root = strategy.root_device.type
-        self.device = self._asked_device or root
-        self._run.ends.callback(setattr, self, "device", self._asked_device)
+        self.device = self._requested_device or root
+        self._run.cleanups.callback(setattr, self, "device", self._requested_device)
         if torch.device(self.device).type != root:
             raise MisconfigurationException(
                 f"AutocastPrecision(device={self.device!r}) but the Trainer runs on {root!r}: nothing would be cast."
@@ -140,7 +142,7 @@ class AutocastPrecision(FullWeightsPrecision):
         )
         if self.fp32_eval_outputs:
             self._eval_outputs = Float32EvalOutputs(self._run.trainer, module)
-            self._run.ends.callback(self._leave_outputs)
+            self._run.cleanups.callback(self._leave_outputs)
         return module
 
     def _leave_outputs(self) -> None:
@@ -179,15 +181,18 @@ class AutocastPrecision(FullWeightsPrecision):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    @override
     def _evaluation_steps(self, steps: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """With outputs in fp32, if they are requested."""
         return steps if self._eval_outputs is None else self._eval_outputs.of_a_step(steps)
 
+    @override
     def autocast_context_manager(self) -> torch.autocast:
         """Autocast, with torch's weight cache if ``cache_weights`` is on."""
         device_type = torch.device(self.device or self._carried.device_type or "cpu").type
         return torch.autocast(device_type, self.dtype, cache_enabled=self.cache_weights)
 
+    @override
     def _steps_after_a_run(self, loop: str) -> AbstractContextManager[None]:
         dtype = AUTOCAST_DTYPES.get(self.precision if loop == "train" else self.eval_precision)
         if dtype is None:
@@ -195,6 +200,7 @@ class AutocastPrecision(FullWeightsPrecision):
         return torch.autocast(self._carried.device_type or "cpu", dtype, cache_enabled=self.cache_weights)
 
     @property
+    @override
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
         """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.checkpoints.former_masters import take_masters, warn_about_rounded_weights
@@ -45,7 +46,7 @@ from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
 from lightning_mp.optimizers.low_bit_states import save_plain_tensors
 from lightning_mp.optimizers.matrix_blocks import refuse_unknown_blocks
-from lightning_mp.optimizers.schedule_free import EvaluatedWeights
+from lightning_mp.optimizers.schedule_free import ScheduleFreeMode
 from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
 from lightning_mp.precision.gradient_step import GradientStep, StepPlan, step_or_skip
@@ -63,11 +64,11 @@ class PluginRun:
     """The state of a plugin in one run of a Trainer."""
 
     trainer: "pl.Trainer"
-    ends: ExitStack = field(default_factory=ExitStack)  # undoes the plugin's changes to other objects, the last first
+    cleanups: ExitStack = field(default_factory=ExitStack)  # undoes changes to other objects, the last first
     autocast: AutocastRun | None = None  # what forwards, backwards and steps run in; None for plugins without autocast
     dispatcher: StepOutcomeDispatcher | None = None  # reports the outcomes of steps, in a fit
     backwards: ScaledBackwards | None = None  # those of scaled losses, where hooks or users may come between
-    evaluated: EvaluatedWeights | None = None  # where schedule-free optimizers have their weights, in a fit
+    evaluated: ScheduleFreeMode | None = None  # where schedule-free optimizers have their weights, in a fit
     optimizers: set[Optimizer] = field(default_factory=set)  # that were registered
     plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
     planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
@@ -82,7 +83,7 @@ class PluginRun:
 
 
 @dataclass(frozen=True)
-class Carried:
+class CrossRunState:
     """What later runs and checkpoints need of a run that has ended."""
 
     device_type: str | None = None  # of the last run; None before the first
@@ -117,9 +118,10 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.weight_by = weight_by
         self._in_run: PluginRun | None = None
-        self._carried = Carried()
+        self._carried = CrossRunState()
         self._step: GradientStep | None = None  # in progress
 
+    @override
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no part in the run, and can be given to another Trainer."""
         return {**vars(self), "_in_run": None, "_step": None}
@@ -133,11 +135,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def _autocast(self) -> AutocastRun | None:
         return self._in_run.autocast if self._in_run is not None else None
 
+    @override
     def __str__(self) -> str:
         return f"{type(self).__name__}({self.precision!r}){namespace_hint('plugin')}"
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Stores the Trainer of the module, which it does not change; has micro-batches weighted.
 
@@ -193,6 +197,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         controller.on_train_start(trainer, module)
         controller.on_train_batch_start(trainer, module, None, trainer.fit_loop.epoch_loop.batch_idx)
 
+    @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
@@ -207,10 +212,11 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                 # An earlier run may have ended between `unscale_` and `update`.
                 private_optimizer_api.forget_optimizers(self.scaler)
                 run.backwards = ScaledBackwards.of(run.trainer, self, self.scaler)
-            run.ends.callback(register_optimizer_step_pre_hook(self._notice_step).remove)  # also of inner optimizers
+            # the hook of all optimizers also sees the steps of inner ones
+            run.cleanups.callback(register_optimizer_step_pre_hook(self._notice_step).remove)
             run.dispatcher = StepOutcomeDispatcher(run.trainer, run.trainer.lightning_module).attach(optimizers)
-            run.ends.callback(self._end_reporting, run.dispatcher)
-            run.evaluated = EvaluatedWeights(run.trainer, optimizers)
+            run.cleanups.callback(self._end_reporting, run.dispatcher)
+            run.evaluated = ScheduleFreeMode(run.trainer, optimizers)
         return model, optimizers, lr_schedulers
 
     def _warn_if_nothing_trains(self, optimizers: Sequence[Optimizer]) -> None:
@@ -230,12 +236,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         finally:
             self._carry(skipped_steps=dispatcher.skipped_steps)
 
+    @override
     def teardown(self) -> None:
         """Undoes all changes to other objects, whatever is raised; Lightning calls it also after exceptions."""
         _explain_checkpoint(sys.exception())
         self._note_loss_weights(settle=False)  # other ranks may have raised
         run, self._in_run = self._in_run, None
-        with run.ends if run is not None else nullcontext():
+        with run.cleanups if run is not None else nullcontext():
             # Manual optimization updates the scale when the next batch begins, and there is none.
             self._update_scale(run)
 
@@ -287,7 +294,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
     def _start_autocast(self, autocast: AutocastRun, *, announced: bool = True) -> None:
         """Forwards run under it from now on. Prints what the user's policy resolved to, if it has changed."""
         self._run.autocast = autocast
-        self._run.ends.callback(autocast.detach)
+        self._run.cleanups.callback(autocast.detach)
         table = str(autocast.resolved) if autocast.resolved is not None else ""
         if announced and autocast.resolved is not None and table != self._carried.policy_table:
             self._carry(policy_table=table)
@@ -302,6 +309,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     # -- what steps run in ---------------------------------------------------------------------------------------------
 
+    @override
     def forward_context(self) -> AbstractContextManager[Any]:  # type: ignore[override]  # the parents disagree
         """What forwards run in; this one is for training steps.
 
@@ -311,14 +319,17 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """
         return self._context("train")
 
+    @override
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
         """The same for validation steps."""
         return self._context("validate")
 
+    @override
     def test_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """The same for test steps."""
         return self._context("test")
 
+    @override
     def predict_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """The same for predict steps."""
         return self._context("predict")
@@ -366,6 +377,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """What backwards run in, for strategies that run their own."""
         return self._autocast.backward() if self._autocast is not None else nullcontext()
 
+    @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -380,6 +392,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     # -- loss and step -------------------------------------------------------------------------------------------------
 
+    @override
     def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
         """Scales the loss, once, in float32; then calls ``on_before_backward``."""
         if self.scaler is not None:
@@ -390,6 +403,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             tensor = self.scaler.scale(tensor) if backwards is None else backwards.scale(self.scaler, tensor)
         return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
 
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -452,6 +466,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if optimizer in trainer.optimizers or holds_parameters_of(optimizer, module):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
 
+    @override
     def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
         """The forward context; the last step's gradients end here, and in manual optimization its scale is updated."""
         context, run = self.forward_context(), self._in_run
@@ -478,6 +493,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     # -- clipping ------------------------------------------------------------------------------------------------------
 
+    @override
     def clip_gradients(
         self,
         optimizer: Optimizer,
@@ -507,6 +523,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Reads the scaler's state from where the stock plugins keep it, if there is none of ours.
 
@@ -560,6 +577,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             warn_about_rounded_weights(checkpoint)
         return {}
 
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Writes the scaler's state where the stock plugins look for it, too, and how many steps were skipped."""
         dispatcher = self._in_run.dispatcher if self._in_run is not None else None
@@ -581,11 +599,13 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if controller is not None:
             self._carry(loss_weights=controller.weights_state(settle=settle))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without a scaler."""
         self._update_scale(self._in_run)
         return self.scaler.state_dict() if self.scaler is not None else {}
 
+    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a scaler's state."""
         if self.scaler is not None:

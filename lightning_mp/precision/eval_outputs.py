@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
 
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.precisions import HALF_DTYPES
@@ -55,6 +56,7 @@ class _Scope:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Scope":
         return self
 
+    @override
     def __reduce__(self) -> tuple[type["_Scope"], tuple[()]]:
         return _Scope, ()
 

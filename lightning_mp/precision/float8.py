@@ -7,6 +7,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.arguments import true_or_false
@@ -176,12 +177,13 @@ class Float8Precision(FullWeightsPrecision):
         self.policy = read_policy(policy, None, "AutocastPrecision('16-mixed')")
         self.layers: list[Float8Layer] = []
 
+    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Checks the device, chooses the layers, converts them in place and applies the policy."""
         module = super().convert_module(module)
         device = self._run.trainer.strategy.root_device
         conversion = self._convert(module, device)
-        self._run.ends.callback(conversion.undo)
+        self._run.cleanups.callback(conversion.undo)
         low = torch.bfloat16
         self._start_autocast(
             AutocastRun(module, device.type, low, eval_dtype=low, policy=self.policy, opaque=conversion.linears)
@@ -225,14 +227,17 @@ class Float8Precision(FullWeightsPrecision):
             " AutocastPrecision('bf16-mixed'), or shorten skip, or give skip_first_and_last=False or skip_small=False."
         )
 
+    @override
     def autocast_context_manager(self) -> torch.autocast:
         """bf16 autocast for everything except the fp8 products; weights are cast at every use."""
         return torch.autocast(self._carried.device_type or "cpu", dtype=torch.bfloat16, cache_enabled=False)
 
+    @override
     def _why_not_after_a_run(self) -> str | None:
         return "its layers are ordinary ones again"
 
     @property
+    @override
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
         """For ``FSDPStrategy``: bf16 parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.core.messages import listed
 from lightning_mp.gradients.gradient_ops import local_shard
@@ -24,7 +25,7 @@ def lost_updates(weight: Tensor, size: float) -> int:
     return int(((weight + size == weight) & (weight - size == weight)).sum())
 
 
-class TrainedWeights:
+class TrainableDtypeCheck:
     """Checks the parameters of an optimizer, now and when others are added."""
 
     def __init__(self, plugin: str, optimizer: Optimizer, names: Callable[[], Mapping[Tensor, str]]) -> None:
@@ -81,6 +82,7 @@ class TrainedWeights:
 class FullWeightsPrecision(GradientStepPrecision):
     """Base class of the plugins that train the weights as they are given; users take ``AutocastPrecision``."""
 
+    @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
@@ -95,8 +97,9 @@ class FullWeightsPrecision(GradientStepPrecision):
                 self._connect_late(optimizer)
         return result
 
+    @override
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
         module, plugin = run.trainer.lightning_module, f"{type(self).__name__}({self.precision!r})"
-        trained = TrainedWeights(plugin, optimizer, lambda: {p: name for name, p in module.named_parameters()})
-        run.ends.callback(trained.remove)
+        trained = TrainableDtypeCheck(plugin, optimizer, lambda: {p: name for name, p in module.named_parameters()})
+        run.cleanups.callback(trained.remove)

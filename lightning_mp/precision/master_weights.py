@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api, private_sharding_api
 from lightning_mp.core.arguments import true_or_false
@@ -172,10 +173,12 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     # -- set-up and end ------------------------------------------------------------------------------------------------
 
+    @override
     def _begin_run(self, trainer: "pl.Trainer") -> MasterWeightsRun:
         return MasterWeightsRun(trainer)
 
     @property
+    @override
     def _run(self) -> MasterWeightsRun:
         assert isinstance(self._in_run, MasterWeightsRun)
         return self._in_run
@@ -188,6 +191,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _compressed(self) -> CompressedParameters | None:
         return self._run.compressed if self._in_run is not None else None
 
+    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Applies the policy, and has modules get 16-bit copies of their weights when steps call them.
 
@@ -226,8 +230,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
                 step_now=self._step_now,
             )
             run.compressed = lent.compressed
-        run.ends.callback(run.lent.end)
-        run.ends.callback(self._note_split_weights, run)
+        run.cleanups.callback(run.lent.end)
+        run.cleanups.callback(self._note_split_weights, run)
         if run.is_fit and isinstance(strategy, DDPStrategy):
             patch = Patches.of(run.trainer).replace(strategy, "configure_ddp", lambda: self._configure_ddp(patch))
         return module
@@ -263,6 +267,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         with lent.as_leaves():
             configure.original()
 
+    @override
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
@@ -274,10 +279,10 @@ class MasterWeightsPrecision(GradientStepPrecision):
                 names = trainer.lightning_module.named_parameters
                 copied = all_hold_the_same(trainer.strategy)
                 run.half_range = HalfRange(lambda: {p: name for name, p in names()}, copied=copied)
-                run.ends.callback(run.half_range.warn)
+                run.cleanups.callback(run.half_range.warn)
             if self.storage != "fp32" and run.compressed is None:
                 shards = compressed_shards(trainer.lightning_module, self.dtype, self.storage, self._step_now)
-                run.compressed = run.ends.enter_context(shards)
+                run.compressed = run.cleanups.enter_context(shards)
             for optimizer in optimizers:
                 self._connect_late(optimizer)
         return result
@@ -285,6 +290,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _step_now(self) -> int:
         return self._run.trainer.global_step
 
+    @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Also notes which weights are split between steps, so that a resumed run need not hold them whole at first."""
         super().on_save_checkpoint(checkpoint)
@@ -299,6 +305,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             named = run.trainer.lightning_module.named_parameters()
             self._split_weights = [name for name, parameter in named if run.compressed.splits(parameter)]
 
+    @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Loads the scaler's state, and which weights are split between steps."""
         names = checkpoint.get(_SPLIT_KEY, [])
@@ -308,6 +315,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             named = self._run.trainer.lightning_module.named_parameters()
             self._compressed.expect_split(parameter for name, parameter in named if name in set(names))
 
+    @override
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
         for former in run.steps.keys() - {*run.trainer.optimizers, optimizer}:
@@ -317,11 +325,12 @@ class MasterWeightsPrecision(GradientStepPrecision):
         else:
             steps = CompressedSteps(optimizer, run.gradients, run.compressed)
         run.steps[optimizer] = steps
-        run.ends.callback(steps.remove)
+        run.cleanups.callback(steps.remove)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
+    @override
     def _steps_in(self, loop: str) -> Iterator[None]:
         """Autocast; modules that are called get 16-bit copies of their weights."""
         lent = self._lent
@@ -344,16 +353,19 @@ class MasterWeightsPrecision(GradientStepPrecision):
         with lent.opened(trusted=is_trusted), whole:
             yield
 
+    @override
     def _steps_after_a_run(self, loop: str) -> torch.autocast:
         return torch.autocast(self._carried.device_type or "cpu", self.dtype)
 
     @contextmanager
+    @override
     def backward_context(self) -> Iterator[None]:
         """Activation checkpoints compute again with the copies of their forward."""
         lent = self._lent
         with super().backward_context(), lent.recomputing() if lent is not None else nullcontext():
             yield
 
+    @override
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -376,6 +388,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
             yield [leaves.get(p, p) for p in self._run.trainer.lightning_module.parameters()]
 
     @property
+    @override
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
         """For ``FSDPStrategy``: 16-bit parameters in forward and backward, gradients reduced in fp32, fp32 buffers.
 
@@ -384,6 +397,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         """
         return fsdp_mixed_precision(self.dtype, self.policy)
 
+    @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
@@ -408,12 +422,14 @@ class MasterWeightsPrecision(GradientStepPrecision):
             if run.compressed is not None:
                 run.compressed.compress([p for group in optimizer.param_groups for p in group["params"]])
 
+    @override
     def _notice_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Any other optimizer of the module's weights gets fp32 gradients, too."""
         super()._notice_step(optimizer, args, kwargs)
         if optimizer not in self._run.steps:
             self._run.gradients.show([p for group in optimizer.param_groups for p in group["params"]])
 
+    @override
     def _epilogue_type(self) -> Callable[..., GradientEpilogue]:
         if self._in_run is None:
             return super()._epilogue_type()

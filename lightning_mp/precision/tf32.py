@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
+from typing_extensions import override
 
 from lightning_mp.precision.full_weights import FullWeightsPrecision
 
@@ -37,6 +38,7 @@ class TF32Precision(FullWeightsPrecision):
     def __init__(self, *, weight_by: Literal["loss"] | None = "loss") -> None:
         super().__init__("32-true", None, weight_by)
 
+    @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Switches TF32 on; the module stays as it is.
 
@@ -47,14 +49,16 @@ class TF32Precision(FullWeightsPrecision):
         reason = _why_not(self._run.trainer.strategy.root_device)
         if reason is not None:
             raise MisconfigurationException(f"TF32Precision cannot run on this device: {reason}")
-        self._run.ends.enter_context(tf32_matmuls_and_convolutions())
+        self._run.cleanups.enter_context(tf32_matmuls_and_convolutions())
         return module
 
+    @override
     def _steps_in(self, loop: str) -> AbstractContextManager[None]:
         """No autocast."""
         return nullcontext()
 
     @property
+    @override
     def mixed_precision_config(self) -> "FSDPMixedPrecision":
         """For ``FSDPStrategy``: fp32 throughout."""
         from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision

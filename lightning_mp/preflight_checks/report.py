@@ -5,6 +5,8 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
+from typing_extensions import override
+
 Severity = Literal["error", "warning", "advice"]
 """How severe a finding is.
 
@@ -57,6 +59,7 @@ class PreflightFinding:
     what: str  # what was found, and what is wrong with it
     cure: str  # what to do
 
+    @override
     def __str__(self) -> str:
         return f"{self.severity} {self.name}: {self.what} {self.cure}"
 
@@ -87,6 +90,7 @@ class PreflightReport:
         """The same as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
+    @override
     def __str__(self) -> str:
         errors, warnings, advice = (
             sum(finding.severity == severity for finding in self.findings) for severity in get_args(Severity)

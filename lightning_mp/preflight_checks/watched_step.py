@@ -17,6 +17,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api, private_trainer_api
 from lightning_mp.core.messages import place_of
@@ -72,10 +73,12 @@ class NotedOptimizer(LightningOptimizer):
         super().__init__(optimizer)
 
     @contextmanager
+    @override
     def toggle_model(self, sync_grad: bool = True) -> Generator[None, None, None]:
         """Changes nothing."""
         yield
 
+    @override
     def step(self, closure: Callable[[], Any] | None = None, **_: Any) -> Any:
         """Changes nothing."""
         self.noted.has_stepped, self.noted.had_closure = True, closure is not None

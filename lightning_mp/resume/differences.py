@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 #: Where ``ExactResume`` writes its part of a checkpoint.
 EXACT_RESUME_KEY = "lightning_mp_exact_resume"
@@ -57,6 +58,7 @@ class Difference:
     largest: float | None  # the largest absolute difference; None where there is none, as between text or shapes
     note: str = ""  # why elements cannot be compared, where that is so
 
+    @override
     def __str__(self) -> str:
         largest = "" if self.largest is None else f", by {self.largest:.3g} at most"
         what = self.note or f"{self.num_different:,} of {self.num_elements:,} elements{largest}"

@@ -22,15 +22,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from typing_extensions import override
 
 from lightning_mp.core import private_resume_api
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.saved_state import COUNT, FLAG, MAPPING, Kind, checked_state, or_none
+from lightning_mp.core.saved_state import COUNT, FLAG, MAPPING, Schema, checked_state, or_none
 from lightning_mp.resume.random_numbers import RANDOM_STATE, captured, restore
 
 _CPU = torch.device("cpu")
 _END = object()
-_GENERATORS = Kind(
+_GENERATORS = Schema(
     "a list of states of generators",
     lambda value: isinstance(value, list) and all(isinstance(state, Tensor) for state in value),
 )
@@ -40,7 +41,7 @@ _KINDS = {
     "start": or_none(RANDOM_STATE),
     "generators_at_start": _GENERATORS,
     "generators": _GENERATORS,
-    "last": or_none(Kind("a hash", lambda value: isinstance(value, str))),
+    "last": or_none(Schema("a hash", lambda value: isinstance(value, str))),
     "split": or_none(MAPPING),
     "is_over": FLAG,
     "loader": MAPPING,
@@ -93,14 +94,14 @@ class LoaderPosition:
             continues = self._resume is not None
             self._is_being_made = True
             try:
-                self._iterator = making.original()
+                self._iterator = get_iterator_patch.original()
             finally:
                 self._is_being_made, self._resume = False, None
             if continues:
                 self.when_made()
             return self._iterator
 
-        making = patches.replace(loader, "_get_iterator", get_iterator)
+        get_iterator_patch = patches.replace(loader, "_get_iterator", get_iterator)
         patches.replace(loader, "state_dict", self.state_dict)
         patches.replace(loader, "load_state_dict", self.load_state_dict)
         patches.at_end(private_resume_api.replace_index_sampler(loader, _RecordedIndices(self)))
@@ -300,15 +301,15 @@ class StreamPosition:
         def get_iterator() -> Any:
             resume, self._resume = self._resume, None
             if resume is None:
-                return making.original()
+                return get_iterator_patch.original()
             self._dataset.load_state_dict(resume["dataset"])
             if resume["is_over"]:
                 return iter(())
-            iterator = making.original()
+            iterator = get_iterator_patch.original()
             self.when_made()
             return iterator
 
-        making = patches.replace(loader, "_get_iterator", get_iterator)
+        get_iterator_patch = patches.replace(loader, "_get_iterator", get_iterator)
         patches.replace(loader, "state_dict", self.state_dict)
         patches.replace(loader, "load_state_dict", self.load_state_dict)
 
@@ -348,6 +349,7 @@ class _RecordedIndices(Sampler[Any]):
     def __init__(self, position: LoaderPosition) -> None:
         self._position = position
 
+    @override
     def __iter__(self) -> Iterator[Any]:
         return self._position.indices()
 
@@ -366,6 +368,7 @@ class _ForAWorker:
     def __init__(self, indices: Any, seed: int) -> None:
         self._indices, self._seed = indices, seed
 
+    @override
     def __reduce__(self) -> tuple[Callable[[Any, int], Any], tuple[Any, int]]:
         return _arrived, (self._indices, self._seed)
 

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor
 
 from lightning_mp.core.random_state import RandomState
-from lightning_mp.core.saved_state import ANY_NUMBER, Kind, checked_state, holding, or_none
+from lightning_mp.core.saved_state import ANY_NUMBER, Schema, checked_state, holding, or_none
 
-_BYTES = Kind("a tensor of bytes", lambda value: isinstance(value, Tensor) and value.dtype is torch.uint8)
-_NUMBERS = Kind(
+_BYTES = Schema("a tensor of bytes", lambda value: isinstance(value, Tensor) and value.dtype is torch.uint8)
+_NUMBERS = Schema(
     "a tensor of 625 numbers",
     lambda value: isinstance(value, Tensor) and value.dtype is torch.int64 and value.shape == (625,),
 )
 _KINDS = {
-    "torch": Kind("a tensor of 5056 bytes", lambda value: _BYTES.fits(value) and value.shape == (5056,)),
+    "torch": Schema("a tensor of 5056 bytes", lambda value: _BYTES.accepts(value) and value.shape == (5056,)),
     "device": or_none(_BYTES),
-    "device_type": Kind("a name", lambda value: isinstance(value, str)),
+    "device_type": Schema("a name", lambda value: isinstance(value, str)),
     "python": _NUMBERS,
     "python_gauss": or_none(ANY_NUMBER),
-    "numpy": Kind(
+    "numpy": Schema(
         "a mapping with a bit_generator", lambda value: isinstance(value, Mapping) and "bit_generator" in value
     ),
 }

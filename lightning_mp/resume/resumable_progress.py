@@ -10,12 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
 
 from lightning_mp.core import private_resume_api, private_trainer_api
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.core.run_state import RunState
-from lightning_mp.core.saved_state import Kind, checked_state
+from lightning_mp.core.saved_state import Schema, checked_state
 
 _LOADERS_KEY = "lightning_mp_loaders_made_in"
 
@@ -92,6 +93,7 @@ class ResumableProgress(Callback):
         run.place_callback(new)
         return new
 
+    @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
         """Lets samplers know the epoch before their loader continues inside it."""
         if trainer.state.fn != TrainerFn.FITTING:
@@ -133,16 +135,18 @@ class ResumableProgress(Callback):
         if self.is_tuning:
             private_resume_api.forget_loader_states(trainer)
 
+    @override
     def on_load_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
         """Has loaders made of the epoch in which they were made."""
         made_in = checkpoint.get(_LOADERS_KEY)
         if trainer.state.fn == TrainerFn.FITTING and made_in is not None and not self.is_tuning:
-            kind = Kind("two epochs", lambda value: isinstance(value, list) and len(value) == 2)
+            kind = Schema("two epochs", lambda value: isinstance(value, list) and len(value) == 2)
             made_in = checked_state({"epochs": made_in}, {"epochs": kind}, "the loaders")["epochs"]
             private_resume_api.make_loaders_of(trainer, made_in)
 
+    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends the batch and the epoch that a checkpoint was written after."""
         fit = self._fit
@@ -160,10 +164,12 @@ class ResumableProgress(Callback):
 
         private_resume_api.before_each_fetch(trainer, keep, always=goes_back)
 
+    @override
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Lets ``ReduceLROnPlateau`` see the metric of a resumed epoch."""
         private_resume_api.end_restart(trainer)
 
+    @override
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
@@ -177,7 +183,7 @@ class ResumableProgress(Callback):
         checkpoint[_LOADERS_KEY] = private_resume_api.loaders_made_in(trainer)
         skip_started_epoch(progress)
         reopen_epoch(progress, num_batches=trainer.num_training_batches)
-        fetched = batches_to_do_again(trainer, progress)
+        fetched = num_unprocessed_batches(trainer, progress)
         if _is_in_work(progress) and not private_trainer_api.is_accumulating(trainer):
             # Lightning counts the step of a batch that was in work when it continues, and again when it has made it.
             progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
@@ -187,6 +193,7 @@ class ResumableProgress(Callback):
         if fit.at_end or 0 < fetched <= len(fit.before_fetches):
             progress["state_dict"]["combined_loader"] = fit.at_end or fit.before_fetches[-fetched]
 
+    @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Keeps the loaders' states, which Lightning resets after this."""
         fit = self._fit
@@ -203,7 +210,7 @@ def saves_on_exception(trainer: "pl.Trainer") -> bool:
     )
 
 
-def batches_to_do_again(trainer: "pl.Trainer", progress: Mapping[str, Any]) -> int:
+def num_unprocessed_batches(trainer: "pl.Trainer", progress: Mapping[str, Any]) -> int:
     """Batches that were fetched and are not done: the one in work, and one that is fetched ahead."""
     return _is_in_work(progress) + private_resume_api.fetches_ahead(trainer)
 

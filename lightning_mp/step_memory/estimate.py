@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import whole_number
@@ -88,6 +89,7 @@ class MemoryEstimate:
         """
         draw_timeline(self, Path(path))
 
+    @override
     def __str__(self) -> str:
         peak, end = self.peak.bytes_by_part, self.end_of_forward.bytes_by_part
         shown = [part for part in PARTS if peak.get(part) or end.get(part)]

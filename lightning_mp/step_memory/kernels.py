@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 from lightning_mp.core.precisions import HALF_DTYPES
 
@@ -27,6 +28,7 @@ class CudaKernels(TorchFunctionMode):
     there is no fp32 copy of the logits.
     """
 
+    @override
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -67,6 +69,7 @@ class _LogSoftmax(torch.autograd.Function):
     """16 bit to fp32 in one kernel, and back in one."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         result = torch.empty_like(logits, dtype=torch.float32)
         ctx.save_for_backward(result)
@@ -74,6 +77,7 @@ class _LogSoftmax(torch.autograd.Function):
         return result
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return torch.empty_like(gradient, dtype=ctx.dtype)
 

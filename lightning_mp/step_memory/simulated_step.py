@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.messages import place_of
@@ -146,12 +147,14 @@ class _Fp8Product(torch.autograd.Function):
     """Saves and makes what torchao's fp8 product does: the inputs in their own format, rounded copies on the way."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, x: Tensor, weight: Tensor, product_of: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.product_of = product_of
         return product_of(_rounded(x), _rounded(weight), x.dtype)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         of_input = ctx.product_of(_rounded(gradient), _rounded(weight.t()), x.dtype)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from typing_extensions import override
 
 # Until torch 2.13 it is not there; torch.compile takes the gradient's placements from it, and a wrong branch of ours.
 _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
@@ -40,22 +41,26 @@ def unreduced(value: Tensor, mesh: DeviceMesh) -> Tensor:
 
 class _LocalPart(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, value: DTensor, gradient: Placement | None) -> Tensor:
         ctx.layout = value.device_mesh, value.placements if gradient is None else (gradient,)
         local: Tensor = value.to_local()
         return local
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return DTensor.from_local(gradient, *ctx.layout, run_check=False), None
 
 
 class _Unreduced(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, value: Tensor, mesh: DeviceMesh) -> Tensor:
         return DTensor.from_local(value.detach(), mesh, [Replicate()], run_check=False)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: DTensor) -> tuple[Tensor, None]:
         local: Tensor = gradient.to_local()
         return local if gradient.placements[0].is_partial() else local / gradient.device_mesh.size(), None

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api
 from lightning_mp.tensor_parallel.vocab_parallel_ops import InParts, VocabParallelSplit, run_on_parts
@@ -25,6 +26,7 @@ class VocabParallelLogits(InParts):
     """
 
     @classmethod
+    @override
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -33,6 +35,7 @@ class VocabParallelLogits(InParts):
             return _FUNCTIONS.get(func, func)(*args, **kwargs or {})
 
     @classmethod
+    @override
     def __torch_dispatch__(  # type: ignore[override]  # torch's own stub is of a function that is none of the class
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -53,11 +56,13 @@ def split_logits(part: Tensor, split: VocabParallelSplit) -> Tensor:
 
 class _FromPart(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, part: Tensor, split: VocabParallelSplit) -> Tensor:
         ctx.split = split
         return VocabParallelLogits(part.detach(), part.ndim - 1, split)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # What was computed from the whole is the same on all ranks, and so is its gradient.
         own = gradient.part if isinstance(gradient, VocabParallelLogits) else ctx.split.own(gradient, gradient.ndim - 1)
@@ -66,21 +71,25 @@ class _FromPart(torch.autograd.Function):
 
 class _ToPart(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, logits: VocabParallelLogits) -> Tensor:
         ctx.layout = logits.dim_of_vocabulary, logits.vocab_split
         return logits.part.detach()
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return VocabParallelLogits(gradient, *ctx.layout)
 
 
 class _ToWhole(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, logits: VocabParallelLogits) -> Tensor:
         return logits.vocab_split.whole(logits.part, logits.dim_of_vocabulary)
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
@@ -212,12 +221,14 @@ class _MeanOfTargets(torch.autograd.Function):
     """``total / number``; the node says what it counts, in the words for the node of torch's own cross-entropy."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, total: Tensor, number: Tensor, classes: int, rows: int) -> Tensor:
         ctx.save_for_backward(number)
         ctx.classes, ctx.most_targets = classes, rows
         return total / number
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (number,) = ctx.saved_tensors
         return gradient / number, None, None, None
@@ -227,6 +238,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Rows' ``-log p[target]``, and ``-sum_c weight_c log p_c`` for label smoothing."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any, part: Tensor, target: Tensor, first: int, weights: Tensor | None, group: ProcessGroup
     ) -> tuple[Tensor, Tensor]:
@@ -255,6 +267,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @override
     def backward(ctx: Any, of_plain: Tensor, of_smooth: Tensor) -> tuple[Tensor | None, ...]:
         exponentials, total, column, mine, own_weights, weight_in_all = ctx.saved_tensors
         of_all = of_plain if own_weights is None else of_plain + weight_in_all * of_smooth

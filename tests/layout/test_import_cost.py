@@ -14,7 +14,7 @@ import lightning_mp
 ROOT = Path(__file__).resolve().parents[2]
 LARGEST_SHARE_OF_EXTRA_MODULES = 0.10
 # What every install brings; anything else is optional, and imported inside the function that needs it.
-REQUIRED = {"lightning", "lightning_mp", "torch", "torchmetrics", "tqdm"}
+REQUIRED = {"lightning", "lightning_mp", "torch", "torchmetrics", "tqdm", "typing_extensions"}
 # The only modules besides our own that may come with the package, each with the reason.
 ALLOWED: dict[str, str] = {"faulthandler": "writes down where a hung rank is"}
 

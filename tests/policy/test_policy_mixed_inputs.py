@@ -94,7 +94,7 @@ def outcome(call: Call, dtypes: tuple[torch.dtype, torch.dtype], policy: Precisi
     with ExitStack() as stack:
         if policy is not None:
             scope = PolicyScope("cpu")
-            stack.enter_context(scope.awake(low))
+            stack.enter_context(scope.active(low))
             stack.enter_context(OperationRules(operation_rules(policy.resolve(nn.Identity()), "cpu"), scope))
         stack.enter_context(torch.autocast("cpu", low))
         try:

@@ -107,7 +107,7 @@ def result_dtype(operation: str, input_dtype: torch.dtype, device_type: str, pol
         if policy is not None:
             scope = PolicyScope(device_type)
             rules = operation_rules(policy.resolve(torch.nn.Identity()), device_type)
-            stack.enter_context(scope.awake(LOW))
+            stack.enter_context(scope.active(LOW))
             stack.enter_context(OperationRules(rules, scope))
         stack.enter_context(autocast_on(device_type))
         try:
@@ -214,7 +214,7 @@ def test_every_way_to_call_softmax_is_reached() -> None:
     ]
     with torch.autocast("cpu", LOW):
         assert {call().dtype for call in calls} == {LOW}
-        with scope.awake(LOW), OperationRules(rules, scope):
+        with scope.active(LOW), OperationRules(rules, scope):
             assert {call().dtype for call in calls} == {torch.float32}
             assert F.softmax(x, -1, dtype=LOW).dtype == LOW  # the caller's own word
 
@@ -224,7 +224,7 @@ def test_without_autocast_and_asleep_the_mode_does_nothing() -> None:
     scope = PolicyScope("cpu")
     rules = operation_rules(PrecisionPolicy({"softmax": "fp32"}).resolve(torch.nn.Identity()), "cpu")
     with OperationRules(rules, scope):
-        with scope.awake(LOW):
+        with scope.active(LOW):
             assert F.softmax(x, -1).dtype == LOW
         with torch.autocast("cpu", LOW):
             assert F.softmax(x, -1).dtype == LOW
@@ -248,7 +248,7 @@ def test_a_rule_about_batch_norm_keeps_its_statistics(dtype: str) -> None:
     scope = PolicyScope("cpu")
     rules = operation_rules(PrecisionPolicy({"batch_norm": dtype}).resolve(norm), "cpu")
     x = torch.randn(16, 4)
-    with torch.autocast("cpu", LOW), scope.awake(LOW), OperationRules(rules, scope):
+    with torch.autocast("cpu", LOW), scope.active(LOW), OperationRules(rules, scope):
         norm(x)
     reference(x if dtype == "fp32" else x.to(LOW).float())
     torch.testing.assert_close(norm.running_mean, reference.running_mean)

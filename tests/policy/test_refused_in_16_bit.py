@@ -60,7 +60,7 @@ def test_the_default_policy_runs_what_torch_refuses(name: str, low: str) -> None
     x = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0])).to(FORMATS[low])
     scope = PolicyScope("cpu")
     rules = operation_rules(PrecisionPolicy.default().resolve(nn.Identity()), "cpu")
-    with torch.autocast("cpu", FORMATS[low]), scope.awake(FORMATS[low]), OperationRules(rules, scope):
+    with torch.autocast("cpu", FORMATS[low]), scope.active(FORMATS[low]), OperationRules(rules, scope):
         torch.manual_seed(0)
         found = first_tensor(call_of(name)(x))
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def test_the_default_policy_casts_only_for_a_number_that_is_out_of_range(name: s
     for policy, of_a_small_number in ((PrecisionPolicy.default(), FORMATS[low]), (f"op:{name}", torch.float32)):
         policy = policy if isinstance(policy, PrecisionPolicy) else PrecisionPolicy({policy: "fp32"})
         rules = operation_rules(policy.resolve(nn.Identity()), "cpu")
-        with torch.autocast("cpu", FORMATS[low]), scope.awake(FORMATS[low]), OperationRules(rules, scope):
+        with torch.autocast("cpu", FORMATS[low]), scope.active(FORMATS[low]), OperationRules(rules, scope):
             assert FILLS[name](x, -1.0).dtype == FILLS[name](x, float("-inf")).dtype == of_a_small_number
             found = FILLS[name](x, TOO_LARGE[low])
         assert found.dtype == torch.float32

@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from typing_extensions import override
+
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.audit.operations import candidates
 from lightning_mp.diagnostics.audit.records import LOW, AuditReport, OperationRecord
@@ -55,76 +57,79 @@ class AuditFinding:
     advice: str
     likely_cause: str = ""
 
+    @override
     def __str__(self) -> str:
         guess = f"Likely cause (a guess): {self.likely_cause} " if self.likely_cause else ""
         return f"{self.what} {guess}{self.advice}"
 
 
-def find_problems(report: AuditReport, asked: RequestedPrecision) -> tuple[AuditFinding, ...]:
+def find_problems(report: AuditReport, requested: RequestedPrecision) -> tuple[AuditFinding, ...]:
     """Compares what ran with what was requested."""
     forward = [record for record in report.operations if record.phase != "backward"]
-    found = [*_not_active(report, asked)]
+    found = [*_not_active(report, requested)]
     if not found:
-        seen = [row for row in forward if not _may_be_of_a_ruled_part(row, report, asked)]
-        found += [*_wrong_products(seen, asked), *_against_policy(forward, asked)]
-    found += _not_fp8(report, asked)
-    if asked.is_mixed and not any(finding.kind == "not_active" for finding in found):
+        seen = [row for row in forward if not _may_be_of_a_ruled_part(row, report, requested)]
+        found += [*_wrong_products(seen, requested), *_against_policy(forward, requested)]
+    found += _not_fp8(report, requested)
+    if requested.is_mixed and not any(finding.kind == "not_active" for finding in found):
         by_hand = {row.name for row in report.modules if "norm" in row.class_name.lower()}
-        found += _low_precision(forward, asked, by_hand)
-    if asked.base != "fp64":
+        found += _low_precision(forward, requested, by_hand)
+    if requested.base != "fp64":
         found += _fp64(report)
     return (*found, *_missed_tensor_cores(forward, {row.name for row in report.modules if "Linear" in row.class_name}))
 
 
-def _not_active(report: AuditReport, asked: RequestedPrecision) -> Iterator[AuditFinding]:
+def _not_active(report: AuditReport, requested: RequestedPrecision) -> Iterator[AuditFinding]:
     products = [record for record in report.operations if record.kind == "matmul" and record.phase == "forward"]
-    if not asked.is_mixed or not products or any(record.compute != "fp32" for record in products):
+    if not requested.is_mixed or not products or any(record.compute != "fp32" for record in products):
         return
-    if all(asked.by_policy(record) == "fp32" for record in products):
+    if all(requested.by_policy(record) == "fp32" for record in products):
         return
     names = _modules(products)
     yield AuditFinding(
         "not_active",
         names,
-        f"Mixed precision is not active: every product ran in fp32 in a {asked.precision} run ({_places(names)}).",
+        f"Mixed precision is not active: every product ran in fp32 in a {requested.precision} run ({_places(names)}).",
         "Call the model inside training_step, in its thread, without switching autocast off.",
         "torch.autocast(enabled=False) around the model, or a training_step that calls the model in another thread or"
         " process, or on another device type than the Trainer's.",
     )
 
 
-def _wrong_products(forward: Sequence[OperationRecord], asked: RequestedPrecision) -> Iterator[AuditFinding]:
+def _wrong_products(forward: Sequence[OperationRecord], requested: RequestedPrecision) -> Iterator[AuditFinding]:
     """Products in a format that neither the plugin nor the policy requests."""
-    products = [row for row in forward if row.kind == "matmul" and not asked.by_policy(row)]
-    if asked.base in LOW:
+    products = [row for row in forward if row.kind == "matmul" and not requested.by_policy(row)]
+    if requested.base in LOW:
         in_fp32 = [row for row in products if row.compute == "fp32" and not _is_left_to_torch(row, forward)]
         for operation, rows in _grouped(in_fp32, lambda row: row.operation).items():
-            yield _fp32_product(operation, rows, asked)
-    others = [row for row in products if row.compute in LOW and asked.base in ("fp16", "bf16", "fp32")]
-    for compute, rows in _grouped(others, lambda row: row.compute if row.compute != asked.base else None).items():
+            yield _fp32_product(operation, rows, requested)
+    others = [row for row in products if row.compute in LOW and requested.base in ("fp16", "bf16", "fp32")]
+    for compute, rows in _grouped(others, lambda row: row.compute if row.compute != requested.base else None).items():
         names = _modules(rows)
         yield AuditFinding(
             "other_format",
             names,
-            f"Products ran in {compute} in a {asked.precision} run: {_places(names)}.",
+            f"Products ran in {compute} in a {requested.precision} run: {_places(names)}.",
             "Leave the format to the precision plugin, or say in a PrecisionPolicy that it is intended.",
             "a torch.autocast of the model's own, or weights that were cast with .half() or .bfloat16().",
         )
 
 
-def _may_be_of_a_ruled_part(row: OperationRecord, report: AuditReport, asked: RequestedPrecision) -> bool:
+def _may_be_of_a_ruled_part(row: OperationRecord, report: AuditReport, requested: RequestedPrecision) -> bool:
     """Whether it may be of a compiled module inside, which is not seen, and whose rule requests what it ran in."""
-    if not report.compiled or asked.policy is None:
+    if not report.compiled or requested.policy is None:
         return False
     unseen = {module.name for module in report.modules if not module.calls and is_inside(module.name, row.module)}
-    return any(m.name in unseen and dtype_of(m.dtype, asked.base) == row.compute for m in asked.policy.modules)
+    return any(m.name in unseen and dtype_of(m.dtype, requested.base) == row.compute for m in requested.policy.modules)
 
 
-def _fp32_product(operation: str, rows: Sequence[OperationRecord], asked: RequestedPrecision) -> AuditFinding:
+def _fp32_product(operation: str, rows: Sequence[OperationRecord], requested: RequestedPrecision) -> AuditFinding:
     names = _modules(rows)
-    what = f"{operation} ran in fp32 in a {asked.precision} run: {_places(names)}."
+    what = f"{operation} ran in fp32 in a {requested.precision} run: {_places(names)}."
     device_type = rows[0].device_type
-    if asked.is_mixed and all(by_autocast(name, device_type) is None for name in (operation, *candidates(operation))):
+    if requested.is_mixed and all(
+        by_autocast(name, device_type) is None for name in (operation, *candidates(operation))
+    ):
         return AuditFinding(
             "fp32_matmul",
             names,
@@ -153,10 +158,10 @@ def _is_left_to_torch(row: OperationRecord, forward: Sequence[OperationRecord]) 
     return casts_up and any(other.operation == "safe_softmax" for other in own)
 
 
-def _not_fp8(report: AuditReport, asked: RequestedPrecision) -> Iterator[AuditFinding]:
+def _not_fp8(report: AuditReport, requested: RequestedPrecision) -> Iterator[AuditFinding]:
     called = {record.name for record in report.modules if record.calls}
     in_fp8 = {record.module for record in report.operations if "fp8" in record.compute}
-    missing = tuple(name for name in asked.fp8_modules if name in called and name not in in_fp8)
+    missing = tuple(name for name in requested.fp8_modules if name in called and name not in in_fp8)
     if missing:
         yield AuditFinding(
             "not_fp8",
@@ -167,9 +172,9 @@ def _not_fp8(report: AuditReport, asked: RequestedPrecision) -> Iterator[AuditFi
         )
 
 
-def _against_policy(forward: Sequence[OperationRecord], asked: RequestedPrecision) -> Iterator[AuditFinding]:
+def _against_policy(forward: Sequence[OperationRecord], requested: RequestedPrecision) -> Iterator[AuditFinding]:
     def contradiction(row: OperationRecord) -> tuple[str, str, str] | None:
-        wanted = asked.by_policy(row)
+        wanted = requested.by_policy(row)
         in_scope = row.kind in ("matmul", "softmax", "norm", "loss") and row.compute in (*LOW, "fp32")
         return (row.operation, row.compute, wanted) if in_scope and wanted and wanted != row.compute else None
 
@@ -185,7 +190,7 @@ def _against_policy(forward: Sequence[OperationRecord], asked: RequestedPrecisio
 
 
 def _low_precision(
-    forward: Sequence[OperationRecord], asked: RequestedPrecision, norms: Collection[str]
+    forward: Sequence[OperationRecord], requested: RequestedPrecision, norms: Collection[str]
 ) -> Iterator[AuditFinding]:
     cast_by_hand = _modules_that_cast_by_hand(forward)
 
@@ -194,7 +199,11 @@ def _low_precision(
         of_torch = row.kind == "norm" or row.operation in ("softmax", "safe_softmax")
         if of_torch and row.autocast != "off" and row.module not in cast_by_hand:
             return None  # as autocast leaves it on this device; the kernels sum in fp32
-        if row.compute not in LOW or not (by_hand or row.kind in ("softmax", "norm", "loss")) or asked.by_policy(row):
+        if (
+            row.compute not in LOW
+            or not (by_hand or row.kind in ("softmax", "norm", "loss"))
+            or requested.by_policy(row)
+        ):
             return None
         return ("the sums of a norm" if by_hand else row.operation), row.compute
 

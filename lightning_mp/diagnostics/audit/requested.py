@@ -42,12 +42,12 @@ class RequestedPrecision:
         module = next((row for row in self.policy.modules if row.name == record.module), None)
         if module is not None and dtype_of(module.dtype, self.base) == "fp32":
             return "fp32"
-        asked = {
+        requested = {
             self._by_operation(name, record.device_type) for name in _narrowed(candidates(record.operation), module)
         }
-        if len(asked) == 1 and "" not in asked:
-            return asked.pop()
-        if asked - {""} and record.compute in asked:
+        if len(requested) == 1 and "" not in requested:
+            return requested.pop()
+        if requested - {""} and record.compute in requested:
             return record.compute
         return dtype_of(module.dtype, self.base) if module is not None and record.kind == "matmul" else ""
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from lightning_mp.core.messages import listed
 from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow
 from lightning_mp.diagnostics.overflow.search import OverflowFinding, SearchResult, Verdict
@@ -66,6 +68,7 @@ class OverflowReport:
         place = "" if finding.verdict in _ANYWHERE else f" in {module}"
         return f"because {_KINDS[finding.verdict]}{place}"
 
+    @override
     def __str__(self) -> str:
         """One line."""
         parts = [f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:g}."]

@@ -7,11 +7,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mp.core.bit_layouts import FORMATS
 from lightning_mp.core.devices import sent_to
 from lightning_mp.core.messages import listed
-from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Kind, holding, listed_of, named, or_none
+from lightning_mp.core.saved_state import ANY_NUMBER, COUNT, Schema, holding, listed_of, named, or_none
 from lightning_mp.core.text_columns import aligned
 from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, ExponentTable, suggested_scale
 
@@ -95,6 +96,7 @@ class UnderflowObservation:
             return replace(histogram, largest=self.largest_in_backward, num_nonfinite=0)
         return replace(histogram, num_nonfinite=1)
 
+    @override
     def __str__(self) -> str:
         lines = [f"Step {self.step_index}, {self.format} at scale {self.scale:g}"]
         for kind, by_name in self.histograms.items():
@@ -168,9 +170,9 @@ def pack_observation(scale: Tensor, largest: Tensor | None, tables: Iterable[Exp
     return torch.cat([*(sent_to(number, vectors[0].device, vectors[0].dtype) for number in numbers), *vectors])
 
 
-_COUNTS = Kind(
+_COUNTS = Schema(
     "whole numbers by exponent",
-    lambda value: isinstance(value, dict) and all(isinstance(e, int) and COUNT.fits(n) for e, n in value.items()),
+    lambda value: isinstance(value, dict) and all(isinstance(e, int) and COUNT.accepts(n) for e, n in value.items()),
 )
 _HISTOGRAM = holding(
     {"counts": _COUNTS, "powers_of_two": _COUNTS, "num_zeros": COUNT, "num_nonfinite": COUNT, "largest": ANY_NUMBER}
@@ -178,11 +180,11 @@ _HISTOGRAM = holding(
 _OBSERVATION = holding(
     {
         "step_index": COUNT,
-        "format": Kind("the name of a number format", lambda value: value in tuple(FORMATS)),
+        "format": Schema("the name of a number format", lambda value: value in tuple(FORMATS)),
         "scale": ANY_NUMBER,
         "histograms": named(named(_HISTOGRAM)),
         "largest_in_backward": or_none(ANY_NUMBER),
-        "kept_in_fp32": Kind(
+        "kept_in_fp32": Schema(
             "a list of names",
             lambda value: isinstance(value, list | tuple) and all(isinstance(name, str) for name in value),
         ),

@@ -346,7 +346,7 @@ def inference_aware_optimum(
         (7, '16%')
     """
     given, seen = quantity_from(1, parameters, "parameters"), quantity_from(1, tokens, "tokens")
-    asked = quantity_from(0, inference_tokens, "inference_tokens")
+    requested = quantity_from(0, inference_tokens, "inference_tokens")
     loss = law.loss(given, seen)
     # Below this size no number of tokens reaches the loss.
     smallest = (law.A / (loss - law.E)) ** (1 / law.alpha)
@@ -357,14 +357,14 @@ def inference_aware_optimum(
     def cost(log_excess: float) -> float:
         size = smallest * (1 + math.exp(log_excess))
         training = FLOPS_PER_PARAMETER_AND_TOKEN * size * tokens_of(size)
-        return math.log(training + _FLOPS_OF_INFERENCE * size * asked)
+        return math.log(training + _FLOPS_OF_INFERENCE * size * requested)
 
     best = smallest * (1 + math.exp(minimum(cost, middle=0.0, reach=math.log(1e6))))
-    before = FLOPS_PER_PARAMETER_AND_TOKEN * given * seen + _FLOPS_OF_INFERENCE * given * asked
+    before = FLOPS_PER_PARAMETER_AND_TOKEN * given * seen + _FLOPS_OF_INFERENCE * given * requested
     return InferenceAware(
         parameters=best,
         tokens=tokens_of(best),
-        inference_tokens=asked,
-        lifetime_flops=FLOPS_PER_PARAMETER_AND_TOKEN * best * tokens_of(best) + _FLOPS_OF_INFERENCE * best * asked,
+        inference_tokens=requested,
+        lifetime_flops=FLOPS_PER_PARAMETER_AND_TOKEN * best * tokens_of(best) + _FLOPS_OF_INFERENCE * best * requested,
         lifetime_flops_before=before,
     )

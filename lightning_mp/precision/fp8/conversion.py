@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_mp.policy.float8_layers import Float8Layer
 
@@ -126,6 +127,7 @@ def _float8_linear_class() -> type[nn.Linear]:
             output: Tensor = super().forward(input)
             return output
 
+        @override
         def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
             # A copy has no part in the run, and nothing would undo its conversion.
             added = vars(_template()).keys() - vars(nn.Linear(1, 1, device="meta")).keys()

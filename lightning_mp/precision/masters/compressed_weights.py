@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api, private_module_api, private_tensor_api
 from lightning_mp.gradients.gradient_ops import LocalGradients
@@ -163,24 +164,29 @@ class CompressedWeights(LentWeights):
         loan = self._loans.get(parameter)
         return loan if isinstance(loan, SplitLoan) else None
 
+    @override
     def _make_loan(self, parameter: nn.Parameter) -> Loan:
         return SplitLoan(parameter, parameter.detach().to(self._dtype))
 
+    @override
     def _forget(self, loan: Loan) -> None:
         if isinstance(loan, SplitLoan):
             self.compressed.release(loan)
         super()._forget(loan)
 
+    @override
     def end_window(self) -> None:
         """After an optimizer step."""
         super().end_window()
         self.compressed.begin_window(self.window)
 
+    @override
     def end(self) -> None:
         """Leaves plain fp32 parameters."""
         self.compressed.end()
         super().end()
 
+    @override
     def _cast(self, loans: Sequence[Loan], versions: Sequence[int]) -> None:
         """The copies of split parameters are right; those of joined ones are rounded as splitting rounds."""
         joined = [
@@ -202,6 +208,7 @@ class CompressedWeights(LentWeights):
         if others:
             super()._cast([loan for loan, _ in others], [version for _, version in others])
 
+    @override
     def _rounded(self, loan: Loan) -> Tensor:
         memory = _memory_of(loan)
         if memory is None or not isinstance(loan, SplitLoan):
@@ -209,6 +216,7 @@ class CompressedWeights(LentWeights):
         local = memory.rounded(loan, self._step_now())
         return private_module_api.with_part(loan.copy, local) if isinstance(loan.copy, DTensor) else local
 
+    @override
     def _check_writes(self, root: nn.Module, loans: Sequence[Loan]) -> None:
         """What forward has written to the copy of a split parameter is the truth."""
         with private_dispatch_api.without_function_modes():
@@ -221,10 +229,12 @@ class CompressedWeights(LentWeights):
             self._checked.discard(root)
         super()._check_writes(root, loans)
 
+    @override
     def _take_written(self, written: Sequence[Loan]) -> None:
         self.compressed.join([loan.parameter for loan in written])
         super()._take_written(written)
 
+    @override
     def _differing(self, loans: Sequence[Loan]) -> list[Loan]:
         """Parameters that were seen may be split, and their copies are not rounded as casts round."""
         known = [loan for loan in loans if isinstance(loan, SplitLoan) and loan.is_seen]
@@ -282,15 +292,18 @@ class CompressedSteps(Fp32Steps):
         super().__init__(optimizer, gradients)
         self._compressed = compressed
 
+    @override
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._whole:
             self._compressed.take([p for group in optimizer.param_groups for p in group["params"]])
         super()._before_step(optimizer, args, kwargs)
 
+    @override
     def _blocks(self) -> list[list[list[Tensor]]]:
         with self._compressed.as_plain():
             return super()._blocks()
 
+    @override
     def _begin_block(self, parameters: list[Tensor]) -> None:
         with self._compressed.as_plain():
             stepped = [p for p in parameters if p.grad is not None]
@@ -304,6 +317,7 @@ class CompressedSteps(Fp32Steps):
                 parameter.grad = like.copy_(gradient)
         super()._begin_block(stepped)
 
+    @override
     def _end_block(self, parameters: list[Tensor]) -> None:
         super()._end_block(parameters)
         self._compressed.compress(parameters)
@@ -316,6 +330,7 @@ class CompressedEpilogue(Fp32GradientEpilogue):
         super().__init__(*args, **kwargs)
         self._compressed = compressed
 
+    @override
     def _read(self) -> LocalGradients:
         with self._compressed.as_plain():
             return super()._read()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_mp.core import private_tensor_api
 from lightning_mp.core.precisions import HALF_DTYPES
@@ -77,9 +78,9 @@ class Fp32Gradients:
         """
         shown, self._shown = self._shown, []
         if parameters is not None:
-            asked = {id(parameter) for parameter in parameters}
-            self._shown = [entry for entry in shown if id(entry[0]) not in asked]
-            shown = [entry for entry in shown if id(entry[0]) in asked]
+            requested = {id(parameter) for parameter in parameters}
+            self._shown = [entry for entry in shown if id(entry[0]) not in requested]
+            shown = [entry for entry in shown if id(entry[0]) in requested]
         for parameter, own, copy in shown:
             now, parameter.grad = parameter.grad, None
             parameter.grad_dtype = own.dtype
@@ -98,21 +99,25 @@ class Fp32GradientEpilogue(GradientEpilogue):
         self._fp32_copies = fp32_copies
         self._is_evaluated = is_evaluated
 
+    @override
     def make_true(self) -> None:
         """Shows true gradients, always in fp32."""
         self._fp32_copies.show(self.parameters)
         super().make_true()
 
+    @override
     def clip_by_value(self, limit: float) -> None:
         """Limits every element, measured on true gradients."""
         self._fp32_copies.show(self.parameters)
         super().clip_by_value(limit)
 
+    @override
     def clip_scaled(self, limit: float, *, by_value: bool) -> None:
         """Clips by the size of the true gradients but leaves them scaled; they stay fp32 until the step."""
         self._fp32_copies.show(self.parameters)
         super().clip_scaled(limit, by_value=by_value)
 
+    @override
     def apply(self) -> None:
         """Multiplies what was planned into the gradients; into fp32 copies of 16-bit ones when the step makes them."""
         self._fp32_copies.factor = None

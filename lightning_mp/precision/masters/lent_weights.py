@@ -29,6 +29,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api, private_module_api, private_tensor_api
 from lightning_mp.core.messages import listed
@@ -41,14 +42,17 @@ class _Lend(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @override
     def forward(parameter: Tensor, copy: Tensor) -> Tensor:
         return copy.detach()
 
     @staticmethod
+    @override
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """There is nothing to save, but torch.func requires this method."""
 
     @staticmethod
+    @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 

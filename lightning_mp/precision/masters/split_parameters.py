@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api, private_module_api, private_tensor_api
 from lightning_mp.core.nested_tensors import tensors_in
@@ -42,6 +43,7 @@ class SplitParameter(nn.Parameter):
     """A parameter without memory. When it is touched, the object becomes the plain parameter that it was."""
 
     @classmethod
+    @override
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Joins the split parameters among the arguments, if the function reads numbers, and calls it."""
         with private_dispatch_api.without_function_subclasses():
@@ -51,10 +53,12 @@ class SplitParameter(nn.Parameter):
                         _join(value)
             return function(*args, **(kwargs or {}))
 
+    @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _join(self)
         return self.__deepcopy__(memo)
 
+    @override
     def __reduce_ex__(self, protocol: Any) -> Any:
         _join(self)
         return self.__reduce_ex__(protocol)
@@ -66,6 +70,7 @@ class SplitShard(private_module_api.WatchedShard):
     __slots__ = ()
     __deepcopy__, __reduce_ex__ = SplitParameter.__deepcopy__, SplitParameter.__reduce_ex__
 
+    @override
     def touched(self) -> None:
         """Joins it."""
         _join(self)
@@ -148,20 +153,24 @@ class GatheredLoan(SplitLoan):
         self.users = 0
 
     @property
+    @override
     def room(self) -> int:
         """With what makes the parts of all ranks equal."""
         return self.fsdp.numel
 
     @property
+    @override
     def is_shared(self) -> bool:
         """FSDP2 holds it, too."""
         return private_module_api.users_of_memory(self.local) > self.users
 
+    @override
     def move_copy(self, high: Tensor) -> None:
         """Nothing is computed with a copy of its own."""
         self.renew(high[:0])
         self.users = private_module_api.users_of_memory(self.local)
 
+    @override
     def give(self, part: Tensor, row: Tensor, at: int) -> None:
         """Also to FSDP2, for gathering."""
         super().give(part, row, at)
