@@ -33,9 +33,9 @@ from lightning_mp.core.saved_state import MAPPING, POSITIVE, checked_state, or_n
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.sync import reduce_first_backward
 from lightning_mp.modules.stage_placeholder import is_pipelined
-from lightning_mp.optimizer_step.closures import requires_closure
 from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.optimizer_step.outcome import StepOutcome
+from lightning_mp.optimizers.evaluations import requires_closure
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
