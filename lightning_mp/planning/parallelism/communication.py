@@ -12,13 +12,13 @@ optimizer step. Counted are operations per rank and optimizer step::
     PP          M sends forward and M backward per boundary of stages           Narayanan et al. 2021, arXiv:2104.04473
 
 Weights are gathered as :class:`~lightning_mp.strategies.FSDP2Strategy` does: in "mixed" precisions those of products in
-16 bit, the others in fp32; with masters ("bf16-true", "16-true") all but norms in 16 bit. Gradients are reduced in fp32;
-of masters under DDP in the format of the weights that are computed with. Lightning's ``FSDPStrategy`` gathers all of
-them in 16 bit, as is counted here for "lightning:bf16-true". Tensor parallelism is that of the plan "auto": outputs of matrix products are
-reduced in 16 bit, gradients of what norms and the token table give in fp32 (``tensor_reduce_dtype="fp32"``).
-Megatron-LM keeps the residual stream in 16 bit and reduces both in it (``"16bit"``), two thirds of the bytes. Not
-counted are a few bytes per step: the precision plugin's all-reduce of the norm, what the window of accumulation agrees
-on, and under FSDP the comparison of the units that ranks have run.
+16 bit, the others in fp32; with masters ("bf16-true", "16-true") all but norms in 16 bit. Gradients are reduced in
+fp32; of masters under DDP in the format of the weights that are computed with. Lightning's ``FSDPStrategy`` gathers all
+of them in 16 bit, as is counted here for "lightning:bf16-true". Tensor parallelism is that of the plan "auto": outputs
+of matrix products are reduced in 16 bit, gradients of what norms and the token table give in fp32
+(``tensor_reduce_dtype="fp32"``). Megatron-LM keeps the residual stream in 16 bit and reduces both in it (``"16bit"``),
+two thirds of the bytes. Not counted are a few bytes per step: the precision plugin's all-reduce of the norm, what the
+window of accumulation agrees on, and under FSDP the comparison of the units that ranks have run.
 
 Convention of every figure: bytes that one GPU sends (it receives as many), by the algorithms that send least. With S
 the bytes of the whole tensor and n ranks::
