@@ -434,7 +434,7 @@ class _LendingCall(private_module_api.InterceptedCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weights = self._weights
-        # torch.compile traces this for modules with hooks, or with a forward of their own.
+        # A compiled function that torch.compile is tracing: what lends may not become a part of its graph.
         if not weights.is_open or torch.compiler.is_compiling():
             return self.call(*args, **kwargs)
         if torch.is_autocast_enabled(weights.device_type):
