@@ -128,11 +128,6 @@ def test_layers_that_are_made_in_configure_model_count() -> None:
     assert budget.budget_tokens == 187
 
 
-def test_lazy_layers_are_refused_by_class() -> None:
-    with pytest.raises(ValueError, match=r"A parameter of LazyLinear has no shape yet.*Run one batch through"):
-        whole_parameters(nn.Sequential(nn.LazyLinear(3)))
-
-
 def test_the_inside_of_a_unit_is_refused_with_where_the_shapes_are() -> None:
     def on_rank(rank: int) -> None:
         with process_group():
