@@ -9,7 +9,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import compare_precisions
-from lightning_mp.comparison.trial import TrainingData
 
 
 def loader(count=8, batch_size=4):
@@ -173,12 +172,6 @@ def test_what_cannot_be_compared(module, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         compare(module, file=tmp_path / "runs.jsonl")
     assert not (tmp_path / "runs.jsonl").exists()
-
-
-@pytest.mark.parametrize("data", [{"a": loader()}, [loader(), loader()]])
-def test_several_loaders_are_no_batch(data):
-    with pytest.raises(ValueError, match=r"`data` is a (dict|list) with a DataLoader in it.* Pass CombinedLoader"):
-        TrainingData(data)
 
 
 class Fails(TinyClassifier):

@@ -371,11 +371,6 @@ def test_ranks_do_not_wait_for_one_that_cannot_count_its_batch() -> None:
     assert first == second
 
 
-def test_a_count_that_is_no_function_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"GradientNoiseScale\(count=5\): it must be a function"):
-        GradientNoiseScale(count=5)  # type: ignore[arg-type]
-
-
 # -- through the Trainer, with known noise -----------------------------------------------------------------------------
 
 
@@ -539,12 +534,6 @@ def test_manual_optimization_is_refused() -> None:
     module.automatic_optimization = False
     with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
         fit(module, regression_batches(2), GradientNoiseScale())
-
-
-@pytest.mark.parametrize("steps", [1, -3, 2.5, True, "100"])
-def test_average_steps_must_be_a_whole_number(steps: Any) -> None:
-    with pytest.raises(ValueError, match="must be a whole number of optimizer steps, 2 or more"):
-        GradientNoiseScale(average_steps=steps)
 
 
 @pytest.mark.parametrize("name", ["stock fp32", "fp16"])

@@ -408,28 +408,6 @@ def test_a_micro_batch_without_a_loss_is_not_the_one_that_counts() -> None:
     assert made.throughput.work.model_flops_per_token == FLOPS_PER_TOKEN
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"flops_per_token": "8N"}, r"must be a number or one of \('exact', '6N', 'palm', 'megatron'\)"),
-        ({"flops_per_token": 0}, r"MFUMonitor\(flops_per_token=0\): it must be a positive finite number"),
-        ({"flops_per_token": True}, "must be a positive finite number"),
-        ({"peak_flops": -1.0}, r"MFUMonitor\(peak_flops=-1.0\): it must be a positive finite number"),
-        ({"peak_flops": float("nan")}, "must be a positive finite number"),
-        ({"window": 0}, r"MFUMonitor\(window=0\): it must be a whole number of optimizer steps"),
-        ({"count": 3}, "must be a function from a batch"),
-        ({"unit": "image"}, r"unit='image'\): it must be one of \('auto', 'token', 'sample'\)"),
-        (
-            {"unit": "sample", "flops_per_token": "6N"},
-            "counts per token, and samples are counted here. Use 'exact'",
-        ),
-    ],
-)
-def test_wrong_arguments_say_what_is_allowed(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MFUMonitor(**arguments)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compiled_code_cannot_be_counted_and_is_refused() -> None:
     class Compiled(TokenModel):

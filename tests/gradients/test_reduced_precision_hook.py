@@ -324,20 +324,6 @@ def test_the_hook_survives_pickling() -> None:
         assert pickle.loads(pickle.dumps(hook)) is hook
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, "float8", None, 16])
-def test_other_dtypes_are_refused(dtype: Any) -> None:
-    with pytest.raises(ValueError, match=r"reduced_precision_hook\(dtype=.*it must be torch.bfloat16 or 'bf16'"):
-        reduced_precision_hook(dtype)
-    with pytest.raises(ValueError, match="it must be torch.bfloat16"):
-        ReducedPrecisionDDPStrategy(dtype)
-
-
-@pytest.mark.parametrize("name", ["ddp_comm_hook", "ddp_comm_wrapper"])
-def test_a_second_hook_is_refused(name: str) -> None:
-    with pytest.raises(MisconfigurationException, match=f"Leave {name} out, or use DDPStrategy"):
-        ReducedPrecisionDDPStrategy("bf16", **{name: fp16_compress_hook})
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("plugins", "found"),

@@ -136,12 +136,6 @@ def test_a_strategy_says_who_steps_together() -> None:
         assert (asked, never_asked) == (1, 0)  # once per fit
 
 
-@pytest.mark.parametrize(("ranks_per_parameter", "plain_replicas"), [(0, 1), (4, 3), (2, 4), (4, 0)])
-def test_numbers_that_cannot_be_are_refused(ranks_per_parameter: int, plain_replicas: int) -> None:
-    with pytest.raises(ValueError, match="both must be 1 or more, and plain_replicas must divide ranks_per_parameter"):
-        GradientReplication(None, ranks_per_parameter, plain_replicas)
-
-
 def test_a_mesh_with_more_ranks_than_hold_the_parameters_is_refused() -> None:
     def run(rank: int) -> None:
         with process_group():

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.token_learning_rate import CooldownRequest, TokenLearningRate
-from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
+from lightning_mp.lr_schedule.schedules import WarmupStableDecay
 
 SKIPPED = (0, 3, 4, 9)
 
@@ -279,21 +279,6 @@ def test_cooling_down_from_a_checkpoint(tmp_path: Path) -> None:
 
 def test_a_share_of_nothing_is_one_token() -> None:
     assert [CooldownRequest.tokens(0.2, trained_tokens=tokens) for tokens in (0, 1, 400)] == [1, 1, 100]
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({}, r"needs one of tokens and fraction, .*this schedule is WarmupCosine\("),
-        ({"tokens": 5, "fraction": 0.1}, "needs one of tokens and fraction"),
-        ({"fraction": 1.0}, r"cooldown_now\(fraction=1.0\): it must be a number between 0 and 1"),
-        ({"fraction": "a"}, r"cooldown_now\(fraction='a'\): it must be a number between 0 and 1"),
-        ({"tokens": 0.5}, r"cooldown_now\(tokens=0.5\): it must be a whole number of tokens"),
-    ],
-)
-def test_wrong_cooldowns_are_refused(how: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TokenLearningRate(WarmupCosine()).cooldown_now(**how)
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cpu_fsdp import CpuFsdp
 from gloo import run_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -21,7 +20,6 @@ from torch.optim import AdamW, Muon
 
 from lightning_mp import FSDP2Strategy, JointOptimizer
 from lightning_mp.core import private_module_api, private_sharding_api
-from lightning_mp.precision.masters.checks import check_strategy
 from lightning_mp.precision.masters.compressed_weights import compressed_shards
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -131,11 +129,6 @@ def test_uneven_shards_hold_no_fp32_memory_between_steps() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected[0][0], ours[0][0], strict=True))
     assert len(ours[0][1]) == 5
     assert max(ours[0][1]) < 0.1
-
-
-def test_fsdp1_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="storage='24bit'.* cannot be used with CpuFsdp.*FSDP2Strategy"):
-        check_strategy(CpuFsdp(), storage="24bit", fp32_gradients=False)
 
 
 def test_where_torch_lacks_the_name_fsdp2_is_refused() -> None:

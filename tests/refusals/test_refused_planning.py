@@ -35,6 +35,10 @@ SIZE = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)
 TINY = {"layers": 1, "width": 8, "vocabulary": 8}
 NOT_POSITIVE = Each([0, -1, math.inf, math.nan])
 ON_A100 = {"device": "A100"}
+UNREADABLE = [
+    *("20 billions", "20Bn", "20G", "1,000", "1.3.4B", "", "B", "1__0", "_1", "1e", "1e2.5", "0x10", "1 000"),
+    *("2e9 B B", "twenty", True, None, [1], {}),
+]
 NO_COUNT = Each([0, -1, 2.5, True, "4"])
 CONSTANTS = {"E": 1.0, "A": 1.0, "B": 1.0, "alpha": 0.5, "beta": 0.5}
 LAW: dict[str, Any] = {"name": "", "source": "", "counts": "", "trained": TrainedRange((1e8, 1e10), (1e9, 1e11))}
@@ -163,13 +167,11 @@ REFUSED = {
                 (text, "tokens"),
                 rf"(?=.*{re.escape(repr(text))})`tokens` cannot be read, got .*1\.3B, 20e9 or 300_000_000",
             )
-            for text in ("20 billions", "20Bn", "20G", "1,000", "1.3.4B", "", "B", "1__0", "_1", "1e", "1e2.5", "0x10")
-            + ("1 000", "2e9 B B", "twenty", True, None, [1], {})
+            for text in UNREADABLE
         ],
         *[
             ((bad, "flops"), "`flops` must be a positive finite number, got")
-            for bad in (0, -1, "0", "-3B", "0.0K", "-1e21", math.nan, math.inf, -math.inf, "nan", "inf", "-Infinity")
-            + ("1e999",)
+            for bad in (*NOT_POSITIVE, "0", "-3B", "0.0K", "-1e21", -math.inf, "nan", "inf", "-Infinity", "1e999")
         ],
     ],
 }

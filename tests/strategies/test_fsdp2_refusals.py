@@ -17,8 +17,6 @@ from small_models import Regression, fit, loader, quiet_trainer, regression_batc
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_mp.strategies.fsdp2 import FSDP2Strategy
-
 
 class Manual(Regression):
     """Regression with a part that is given."""
@@ -193,14 +191,3 @@ def test_a_stock_scaler_is_refused() -> None:
 def test_callbacks_that_have_copied_the_model_are_refused() -> None:
     message = refusal(fsdp2(), callbacks=[EMAWeightAveraging(decay=0.9)])
     assert message.startswith("FSDP2Strategy cannot be used with EMAWeightAveraging, which copies the model before")
-
-
-@pytest.mark.parametrize("size", [0, True, 1.5])
-def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"replicate_size=.*: it must be a whole number of ranks, 1 or more"):
-        FSDP2Strategy(replicate_size=size)
-
-
-def test_a_plan_without_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=1 splits none"):
-        FSDP2Strategy(tensor_parallel_plan="auto")

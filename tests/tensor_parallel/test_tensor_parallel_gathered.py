@@ -182,13 +182,3 @@ def test_a_table_in_parts_gives_rows_and_gradients_of_the_whole(padding: int | N
             assert not torch.equal(F.embedding(ids % 4, split.weight.to_local()), whole(ids))
 
     run_ranks(run, 2)
-
-
-@pytest.mark.parametrize("argument", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_a_table_that_needs_all_of_its_rows_is_refused(argument: dict[str, Any]) -> None:
-    model = nn.ModuleDict({"table": nn.Embedding(8, 4, **argument)})
-    (name,) = argument
-    with pytest.raises(
-        ValueError, match=f"table has {name}=.* cannot be split as 'vocabulary'. Leave that out, or plan"
-    ):
-        resolve_plan(model, {"table": "vocabulary"})

@@ -280,27 +280,6 @@ WHOLE = {"*.attention": "whole_sequence", "*.mlp": "whole_sequence"}
 CUT = {"*.query_key_value": "column_qkv", "*.output": "row", "*.up": "column", "*.down": "row"}
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (
-            {**BLOCKS, **CUT, **WHOLE},
-            r"attention_norm \(LayerNorm\) is in blocks .* Give a norm the style 'sequence'",
-        ),
-        ({"*.attention_norm": "sequence", **CUT}, "attention_norm is 'sequence', and no list of blocks around it is"),
-        (
-            {**BLOCKS, "*blocks*_norm": "sequence", **CUT},
-            "query_key_value is 'column_qkv' in .* 'whole_sequence': it gath",
-        ),
-        ({**WHOLE, **CUT}, "attention is 'whole_sequence' and is in no blocks that are 'sequence'"),
-    ],
-)
-def test_plans_under_which_gradients_would_be_those_of_parts_are_refused(plan: Any, message: str) -> None:
-    gpt = model()
-    with pytest.raises(ValueError, match=message):
-        check_sequence_styles(gpt, resolve_plan(gpt, plan))
-
-
 def test_the_automatic_plan_can_be_written_out() -> None:
     gpt = model()
     written = {**BLOCKS, "*blocks*_norm": "sequence", **WHOLE, **CUT, "*.head": "vocab_parallel_head", "*": "auto"}
@@ -361,19 +340,6 @@ def test_what_is_gathered_is_the_first_tensor_also_after_other_arguments() -> No
         return tuple(module(causal=True, hidden=torch.ones(1, 2, 3)).shape)
 
     assert run_group(shape, 2) == [(1, 4, 3)] * 2
-
-
-@pytest.mark.parametrize(
-    ("blocks", "styles", "says"),
-    [
-        ([], {}, "blocks is 'sequence' and is empty"),
-        ([nn.Linear(2, 2)], {"blocks.0": "row_split"}, "'row_split' in blocks .* would get a part of the tokens"),
-    ],
-)
-def test_blocks_that_cannot_be_split_along_the_sequence_are_refused(blocks: Any, styles: Any, says: str) -> None:
-    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
-    with pytest.raises(ValueError, match=says):
-        check_sequence_styles(model, {"blocks": "sequence"} | styles)
 
 
 def test_activations_without_samples_are_refused() -> None:
