@@ -310,8 +310,7 @@ def test_steps_that_are_not_observed_cost_nothing_and_no_step_waits(optimizer: A
         module = Regression(optimizer)
         count = CountGradientTraffic(module)
         monitors = [UnderflowMonitor(every_n_steps=every_n_steps, watch=WATCH)] if every_n_steps else []
-        trainer = quiet_trainer(callbacks=[count, *monitors], plugins=plugins())
-        trainer.fit(module, loader(BATCHES))
+        small_models.fit(module, BATCHES, count, *monitors, plugins=plugins())
         return count.rows
 
     WATCH = ("gradients", "activations", "activation_gradients")

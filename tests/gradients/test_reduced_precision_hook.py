@@ -5,6 +5,7 @@ import time
 from typing import Any, Generic, TypeVar
 
 import pytest
+import small_models
 import torch
 import torch.distributed as dist
 from gloo import process_group
@@ -281,8 +282,7 @@ def test_the_stock_strategy_takes_the_hook_on_cuda() -> None:
     strategy = DDPStrategy(ddp_comm_hook=reduced_precision_hook(torch.bfloat16))
     seen: list[Tensor] = []
     module.on_after_backward = lambda: seen.extend(p.grad.clone() for p in module.parameters())  # type: ignore[union-attr]
-    trainer = quiet_trainer(accelerator="gpu", strategy=strategy, plugins=[AutocastPrecision("bf16-mixed")])
-    trainer.fit(module, loader(BATCHES[0]))
+    small_models.fit(module, BATCHES[0], plugin=AutocastPrecision("bf16-mixed"), accelerator="gpu", strategy=strategy)
     assert seen
     assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in seen)
 

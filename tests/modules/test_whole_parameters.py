@@ -9,7 +9,7 @@ import torch
 from cpu_fsdp import CpuFsdp
 from gloo import process_group
 from gloo import run_same_ranks as run_ranks
-from small_models import TokenModel, fit, loader, quiet_trainer, token_batches
+from small_models import TokenModel, fit, token_batches
 from strategy_rows import STRATEGIES
 from strategy_runs import Layout, share
 from strategy_runs import batches as rows_of
@@ -52,9 +52,7 @@ def found_under(layout: Layout, rank: int, *, scaled: bool = False) -> tuple[Any
     strategy = layout.make()
     # Gradients reduced in fp16 want a loss scale.
     plugins = [AutocastPrecision("16-mixed")] if scaled else []
-    quiet_trainer(
-        devices=layout.ranks, strategy=strategy, plugins=plugins, callbacks=[look, budget], max_epochs=-1, max_steps=1
-    ).fit(module, loader(data))
+    fit(module, data, look, budget, devices=layout.ranks, strategy=strategy, plugins=plugins, steps=1)
     return look.shapes, look.products, budget.budget_tokens
 
 

@@ -16,7 +16,7 @@ from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core import rank_zero
-from small_models import loader, quiet_trainer
+from small_models import fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -146,8 +146,7 @@ def resume_former(path: Path, **settings: Any) -> tuple[list[Tensor], list[str]]
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = rank_zero.log  # that of the Lightning imported last
     logger.addHandler(handler)
-    trainer = quiet_trainer(max_epochs=2, callbacks=[start], use_distributed_sampler=False, **settings)
-    trainer.fit(FormerNet(), loader(list(torch.ones(3, 4, 4))), ckpt_path=path)
+    trainer = fit(FormerNet(), list(torch.ones(3, 4, 4)), start, ckpt_path=path, max_epochs=2, **settings)
     logger.removeHandler(handler)
     if isinstance(trainer.strategy, CpuFsdp):  # shards that are flat
         return [], lines

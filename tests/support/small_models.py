@@ -185,14 +185,32 @@ def fit(
     plugin: Any = None,
     validation: Any = None,
     ckpt_path: Any = None,
+    save_to: Any = None,
+    steps: int | None = None,
     **arguments: Any,
 ) -> pl.Trainer:
-    """A :func:`quiet_trainer` of these parts, after it has trained on ready batches or on a loader."""
+    """A :func:`quiet_trainer` of these parts, after it has trained on ready batches or on a loader.
+
+    Args:
+        module: what is trained.
+        batches: a sequence of ready batches, or a loader.
+        callbacks: of the Trainer, in this order.
+        plugin: the only plugin; several are ``plugins=``.
+        validation: like ``batches``.
+        ckpt_path: the checkpoint that it resumes from.
+        save_to: where a checkpoint is saved after the run.
+        steps: optimizer steps of the run, resumed ones counted, in as many epochs as they take.
+        arguments: of the Trainer.
+    """
     if callbacks:
         arguments["callbacks"] = list(callbacks)
     if plugin is not None:
         arguments["plugins"] = [plugin]
+    if steps is not None:
+        arguments |= {"max_steps": steps, "max_epochs": -1}
     data = [loader(given) if hasattr(given, "__getitem__") else given for given in (batches, validation)]
     trainer = quiet_trainer(**arguments)
     trainer.fit(module, *data, ckpt_path=ckpt_path)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
     return trainer
