@@ -16,6 +16,7 @@ from small_models import (
     Regression,
     ResumableLoader,
     TokenModel,
+    Trained,
     fit,
     loader,
     quiet_trainer,
@@ -374,18 +375,9 @@ def test_ranks_do_not_wait_for_one_that_cannot_count_its_batch() -> None:
 # -- through the Trainer, with known noise -----------------------------------------------------------------------------
 
 
-class KnownNoise(pl.LightningModule):
+def known_noise() -> Trained:
     """The gradient of a sample is the sample: a fixed vector and noise around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(64))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (batch @ self.weight).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    return Trained(lambda module, batch: (batch @ module.weight).mean(), weight=lambda: nn.Parameter(torch.zeros(64)))
 
 
 @pytest.mark.full
@@ -396,7 +388,7 @@ def test_known_noise_is_found_within_a_tenth_after_400_windows() -> None:
     true /= true.norm()
     samples = true + torch.randn(1600, 4, 64, generator=generator) * (20 / 64) ** 0.5
     callback = GradientNoiseScale()
-    trainer = fit(KnownNoise(), list(samples), callback, accumulate_grad_batches=4)
+    trainer = fit(known_noise(), list(samples), callback, accumulate_grad_batches=4)
     estimate = callback.estimate
     assert estimate is not None
     assert estimate.windows == 400

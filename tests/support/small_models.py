@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -75,6 +76,39 @@ class Regression(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
         }
+
+
+class Trained(pl.LightningModule):
+    """Any parts, made under seed 0 in this order, with a loss and an optimizer: what most tests need of a module.
+
+    Args:
+        loss: from this module and a batch.
+        optimizer: from the parameters that require gradients; SGD with a learning rate of 0.1.
+        parts: submodules or parameters by name, each as a function that makes it.
+
+    Example:
+        >>> module = Trained(lambda module, batch: module.net(batch).square().mean(), net=lambda: nn.Linear(4, 4))
+        >>> module.net
+        Linear(in_features=4, out_features=4, bias=True)
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Tensor | None],
+        optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1),  # noqa: B008
+        **parts: Callable[[], Any],
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss, self.make_optimizer = loss, optimizer
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return self.loss(self, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
 
 
 class StepsByHand(pl.LightningModule):
