@@ -8,7 +8,7 @@ import pytest
 import small_models
 import torch
 import torch.distributed as dist
-from gloo import process_group
+from gloo import on_ranks, process_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -334,12 +334,8 @@ def test_the_hook_survives_pickling() -> None:
     ],
     ids=["none", "bf16-mixed", "disabled"],
 )
-def test_fp16_without_a_scaler_is_refused(plugins: Any, found: str) -> None:
-    def train(rank: int) -> None:
-        trainer = quiet_trainer(devices=2, strategy="mp_ddp_fp16_reduce", plugins=plugins)
-        with pytest.raises(
-            MisconfigurationException, match=rf"has {found}\): small .* Use AutocastPrecision\('16-mixed'"
-        ):
-            trainer.fit(Regression(adamw), loader(BATCHES[rank]))
-
-    run_ranks(train, 2)
+@on_ranks(run_ranks, 2)
+def test_fp16_without_a_scaler_is_refused(rank: int, plugins: Any, found: str) -> None:
+    trainer = quiet_trainer(devices=2, strategy="mp_ddp_fp16_reduce", plugins=plugins)
+    with pytest.raises(MisconfigurationException, match=rf"has {found}\): small .* Use AutocastPrecision\('16-mixed'"):
+        trainer.fit(Regression(adamw), loader(BATCHES[rank]))

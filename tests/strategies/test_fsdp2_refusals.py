@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import Recorded, ResumableLoader, batches, fp16, fsdp2, model
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
@@ -45,14 +46,12 @@ def tied() -> pl.LightningModule:
         (tied, r"other\.weight.* one parameter \(tied weights\).*into one submodule with a forward"),
     ],
 )
+@on_ranks(run_ranks, 2)
 def test_parameters_that_ranks_would_train_apart_in_manual_optimization_are_refused(
-    make: Callable[[], pl.LightningModule], says: str
+    rank: int, make: Callable[[], pl.LightningModule], says: str
 ) -> None:
-    def run(rank: int) -> None:
-        with pytest.raises((MisconfigurationException, ValueError), match=says):
-            fit(make(), regression_batches(1), devices=2, strategy=fsdp2())
-
-    run_ranks(run, 2)
+    with pytest.raises((MisconfigurationException, ValueError), match=says):
+        fit(make(), regression_batches(1), devices=2, strategy=fsdp2())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop])
@@ -80,13 +79,11 @@ def test_an_optimizer_that_torch_cannot_step_shards_with_is_refused_at_set_up(
         assert said.endswith("or train with DDP.")
 
 
-def test_sync_batchnorm_is_refused() -> None:
-    def run(rank: int) -> None:
-        trainer = quiet_trainer(devices=2, strategy=fsdp2(), sync_batchnorm=True)
-        with pytest.raises(MisconfigurationException, match=r"FSDP2Strategy .*sync_batchnorm=True.*batch norms stay"):
-            trainer.fit(Regression(), loader(regression_batches(1)))
-
-    run_ranks(run, 2)
+@on_ranks(run_ranks, 2)
+def test_sync_batchnorm_is_refused(rank: int) -> None:
+    trainer = quiet_trainer(devices=2, strategy=fsdp2(), sync_batchnorm=True)
+    with pytest.raises(MisconfigurationException, match=r"FSDP2Strategy .*sync_batchnorm=True.*batch norms stay"):
+        trainer.fit(Regression(), loader(regression_batches(1)))
 
 
 @pytest.mark.quick_cases(1)

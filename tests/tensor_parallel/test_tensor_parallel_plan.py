@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from huggingface_models import HuggingFace
 from huggingface_models import gpt2 as huggingface_gpt2
@@ -148,13 +149,11 @@ def test_a_vocabulary_that_ranks_do_not_divide_can_be_left_whole() -> None:
     assert styles.keys() == resolve_plan(gpt2, "auto").keys() - {"transformer.wte", "lm_head"}
 
 
-def test_tied_weights_that_would_be_split_apart_are_refused() -> None:
-    def run(rank: int) -> None:
-        strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan={"*.token_embedding": "vocabulary"})
-        with pytest.raises(ValueError, match=r"are one parameter \(tied weights\) and would be split differently"):
-            train(rank, 2, strategy, plugin=fp16())
-
-    run_ranks(run, 2)
+@on_ranks(run_ranks, 2)
+def test_tied_weights_that_would_be_split_apart_are_refused(rank: int) -> None:
+    strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan={"*.token_embedding": "vocabulary"})
+    with pytest.raises(ValueError, match=r"are one parameter \(tied weights\) and would be split differently"):
+        train(rank, 2, strategy, plugin=fp16())
 
 
 def test_norms_of_hugging_face_can_be_named_in_a_plan() -> None:
