@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import (
     Regression,
     ResumableLoader,
+    ShardedTokenModel,
     TokenModel,
     Trained,
     fit,
@@ -25,8 +26,6 @@ from small_models import (
     weights,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -227,13 +226,6 @@ def test_ddp_compares_each_ranks_own_gradient_with_the_reduced_one(name: str, mi
     assert torch.tensor(first) == pytest.approx(torch.tensor(expected), rel=1e-5 if name == "stock fp32" else 0.01)
 
 
-class Sharded(TokenModel):
-    def configure_model(self) -> None:
-        for layer in (self.head, self.embedding):
-            if not isinstance(layer.weight, DTensor):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
-
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize(("name", "optimizer"), [("stock fp32", still_last_layer), ("bf16", still)])
 def test_fsdp2_compares_the_first_reduced_gradient_with_that_of_the_window(name: str, optimizer: Any) -> None:
@@ -249,7 +241,7 @@ def test_fsdp2_compares_the_first_reduced_gradient_with_that_of_the_window(name:
             callbacks=[callback, scheduler],
             plugins=PLUGINS[name](),
         )
-        trainer.fit(Sharded(optimizer), loader(batches[rank]))
+        trainer.fit(ShardedTokenModel(optimizer), loader(batches[rank]))
         return callback.given
 
     def tokens(batch: Any) -> int:
@@ -275,7 +267,7 @@ def test_fsdp2_that_reduces_once_per_window_has_no_small_gradient() -> None:
         trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[callback, scheduler])
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            trainer.fit(Sharded(still), loader(token_batches([6, 3, 11, 8])))
+            trainer.fit(ShardedTokenModel(still), loader(token_batches([6, 3, 11, 8])))
         return callback.given, [str(warning.message) for warning in told]
 
     (given, messages), (_, _) = run_ranks(train, 2)

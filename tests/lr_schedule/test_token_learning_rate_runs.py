@@ -10,9 +10,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from recorded_rates import COSINE, LENGTHS, TOTAL, WSD, Recording, adamw, expected, first, fit, fused, tensor_rate
+from small_models import shard
 from third_party_optimizers import THIRD_PARTY
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.token_learning_rate import CooldownRequest, TokenLearningRate
@@ -375,9 +374,7 @@ def test_sharded_optimizers_resume_at_the_same_rate(tmp_path: Path) -> None:
 
     class Sharded(Recording):
         def configure_model(self) -> None:
-            for layer in (self.head, self.embedding):
-                if not isinstance(layer.weight, DTensor):
-                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            shard(self, self.head, self.embedding)
 
     def train(rank: int) -> tuple[list[float], list[float]]:
         def arguments() -> dict[str, Any]:

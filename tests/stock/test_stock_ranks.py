@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from reductions_counter import ReductionsPerStep
-from small_models import Regression, Trained, fit, regression_batches
+from small_models import Regression, Trained, fit, regression_batches, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -131,8 +131,7 @@ def ddp_trains_what_convert_module_returned() -> bool:
 
 class Sharded(Regression):
     def configure_model(self) -> None:
-        if not any(hasattr(p, "to_local") for p in self.parameters()):
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+        shard(self, self.net)
 
 
 def reductions(module: pl.LightningModule, strategy: Any, callbacks: list[Callback], **arguments: Any) -> list[int]:

@@ -15,10 +15,18 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import WIDTH, Regression, ResumableLoader, adamw, loader, quiet_trainer, regression_batches, sgd
+from small_models import (
+    WIDTH,
+    Regression,
+    ResumableLoader,
+    adamw,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    sgd,
+    shard,
+)
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_mp import AtomicCheckpoints, MasterWeightsPrecision, OverflowMonitor
 from lightning_mp.checkpoints import latest_checkpoint
@@ -393,9 +401,7 @@ def models_own_strategy() -> ModelParallelStrategy:
 
 class GrowsSharded(Grows):
     def configure_model(self) -> None:
-        for layer in (*self.net[::2], self.late):
-            if not isinstance(layer.weight, DTensor):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        shard(self, *self.net[::2], self.late)
 
 
 GROWING: dict[str, tuple[Any, type[Grows]]] = {

@@ -14,9 +14,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, fit, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches, shard
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 
 class Manual(Regression):
@@ -62,7 +61,7 @@ def test_an_optimizer_that_torch_cannot_step_shards_with_is_refused_at_set_up(
 
     class Sharded(Regression):
         def configure_model(self) -> None:
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            shard(self, self.net)
 
     def run(rank: int) -> str:
         stock = ModelParallelStrategy(process_group_backend="gloo")

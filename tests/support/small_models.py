@@ -9,6 +9,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 WIDTH = 8
@@ -143,6 +145,20 @@ class TokenModel(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
+
+
+def shard(module: pl.LightningModule, *layers: nn.Module, **options: Any) -> None:
+    """FSDP2 for each of these layers that is not sharded yet: what ``configure_model`` does in a run over ranks."""
+    for layer in layers:
+        if not any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+            fully_shard(layer, mesh=module.device_mesh["data_parallel"], **options)  # type: ignore[index]
+
+
+class ShardedTokenModel(TokenModel):
+    """Under ``ModelParallelStrategy``."""
+
+    def configure_model(self) -> None:
+        shard(self, self.head, self.embedding)
 
 
 def regression_batches(num_batches: int, batch_size: int = 4, width: int = WIDTH) -> list[list[Tensor]]:
