@@ -14,10 +14,11 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import small_models
 import torch
 from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy
-from small_models import loader, quiet_trainer, weights
+from small_models import weights
 from strategy_rows import FAMILIES, STRATEGIES, distributed
 from strategy_runs import (
     ACCUMULATION,
@@ -240,8 +241,7 @@ def test_a_static_graph_takes_windows_of_several_micro_batches_from_the_second_s
         module = Net(1, plants=False)
         schedule = AccumulationScheduler({0: 1, 1: 3}, unit="step")
         strategy = DDPStrategy(process_group_backend="gloo", static_graph=static_graph)
-        trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[schedule])
-        trainer.fit(module, loader(regression_batches(8)[rank::2]))
+        small_models.fit(module, regression_batches(8)[rank::2], schedule, devices=2, strategy=strategy)
         return weights(module)
 
     for plain, static in run_ranks(lambda rank: (fit(rank, False), fit(rank, True)), 2):
