@@ -153,15 +153,20 @@ def sharded(wrap: Wrap) -> Sharded:
 
 
 @needs_kernel
-@pytest.mark.parametrize("whole", [False, True], ids=["shards", "single file"])
-def test_shards_resume_on_any_number_of_ranks_and_beside_muon(whole: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("whole", "precision"),
+    [(False, "fp16 autocast"), (True, "fp16 autocast"), (False, "remainder masters")],
+    ids=["shards", "single file", "masters"],
+)
+def test_shards_resume_on_any_number_of_ranks_and_beside_muon(whole: bool, precision: str, tmp_path: Path) -> None:
     path = tmp_path / "half.ckpt"
 
     def train(rank: int, ranks: int, wrap: Wrap = bf16_moments, **settings: Any) -> dict[str, Tensor]:
         strategy = runs.fsdp2(save_distributed_checkpoint=not whole)
         with kernels():
             module = sharded(wrap)
-            found = runs.train(rank, ranks, strategy, module=module, gradient_clip_val=0.5, **settings)
+            plugin = PRECISIONS[precision]()
+            found = runs.train(rank, ranks, strategy, module=module, plugin=plugin, gradient_clip_val=0.5, **settings)
             assert dtypes(module.trainer.optimizers[0].optimizers[1]) == {
                 torch.bfloat16 if wrap is bf16_moments else torch.float32
             }
@@ -175,10 +180,12 @@ def test_shards_resume_on_any_number_of_ranks_and_beside_muon(whole: bool, tmp_p
     for found in run_ranks(on_two, 2):
         for one, other in pairwise(found):
             assert all(torch.equal(one[name], value) for name, value in other.items())
-    straight = found[1]
-    for weights in run_ranks(lambda rank: train(rank, 4, steps=6, ckpt_path=path), 4):
-        for name, value in weights.items():
-            torch.testing.assert_close(value, straight[name], rtol=1e-5, atol=1e-3)
+
+    def on_four(rank: int) -> list[dict[str, Tensor]]:
+        return [train(rank, 4, wrap, steps=6, ckpt_path=path) for wrap in (bf16_moments, rounded_moments)]
+
+    for ours, reference in run_ranks(on_four, 4):
+        assert all(torch.equal(reference[name], value) for name, value in ours.items())
 
 
 @needs_kernel
