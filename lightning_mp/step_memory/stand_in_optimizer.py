@@ -12,6 +12,7 @@ from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
 from lightning_mp.gradients.step_blocks import padded, step_blocks
+from lightning_mp.optimizers.adam_moments import has_bf16_moments
 from lightning_mp.optimizers.evaluations import evaluates_its_closure_once
 from lightning_mp.step_memory.live_storages import LiveStorages
 
@@ -109,7 +110,7 @@ class StandInOptimizer:
         for group in optimizer.param_groups:
             if "foreach" in group and not group.get("fused") and group["foreach"] is None:
                 group["foreach"] = device_type == "cuda"
-            if group.get("fused"):
+            if group.get("fused") and not has_bf16_moments(optimizer):  # for which only the fused kernel runs
                 group["fused"], group["foreach"] = False, False
             group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
         self._stand_in_states()

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reductions_counter import CountReductions, ReductionsPerStep
-from small_models import TokenModel, adamw, loader, quiet_trainer, token_batches, weights
+from small_models import ShardedTokenModel, TokenModel, adamw, loader, quiet_trainer, token_batches, weights
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,14 +25,6 @@ from lightning_mp.gradients.sync import _FSDP1Sync, unsharded_gradient_bytes
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
 COUNTS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6]}
-
-
-class Sharded(TokenModel):
-    def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]
-        for layer in (self.head, self.embedding):
-            if not isinstance(layer.weight, DTensor):
-                fully_shard(layer, mesh=mesh)
 
 
 class Validated(TokenModel):
@@ -51,7 +43,7 @@ def test_fsdp2_reduces_as_asked_and_ends_at_the_weights_of_ddp(sync: Any, precis
     """Two sharded layers; windows of 3, 3 and 1 micro-batches."""
 
     def train(rank: int, sharded: bool) -> Any:
-        module = Sharded(adamw) if sharded else TokenModel(adamw)
+        module = ShardedTokenModel(adamw) if sharded else TokenModel(adamw)
         counter = ReductionsPerStep()
         trainer = quiet_trainer(
             devices=2,
@@ -73,7 +65,7 @@ def test_fsdp2_reduces_as_asked_and_ends_at_the_weights_of_ddp(sync: Any, precis
 def test_fsdp2_is_left_reducing_after_the_run() -> None:
     """A window was open when the run broke off; a plain loop that comes after it still reduces."""
 
-    class Broken(Sharded):
+    class Broken(ShardedTokenModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 1:
                 raise KeyError("planted")
@@ -153,7 +145,7 @@ def test_the_bytes_of_both_ways_are_printed(sync: Any) -> None:
         logging.getLogger().addHandler(logging.StreamHandler(said))
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
         trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[AccumulationScheduler({0: 3}, sync=sync)])
-        trainer.fit(Sharded(adamw), loader(token_batches(COUNTS[rank][:3])))
+        trainer.fit(ShardedTokenModel(adamw), loader(token_batches(COUNTS[rank][:3])))
         return said.getvalue()
 
     said = run_ranks(train, 2)[0]
