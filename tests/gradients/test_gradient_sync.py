@@ -2,12 +2,14 @@
 
 import io
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gloo import process_group, run_ranks
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reductions_counter import CountReductions, ReductionsPerStep
@@ -23,6 +25,11 @@ from lightning_mp.gradients.sync import _FSDP1Sync, unsharded_gradient_bytes
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
 COUNTS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6]}
+
+
+class Validated(TokenModel):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.training_step(batch, batch_idx)
 
 
 def full(module: TokenModel) -> list[torch.Tensor]:
@@ -145,6 +152,45 @@ def test_the_bytes_of_both_ways_are_printed(sync: Any) -> None:
     # 187 weights of 4 bytes: 11 x 8 + 8 x 11 + 11
     assert "7.48e-07 GB" in said
     assert ("reduced once per window" in said) == (sync == "window")
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views of buckets"])
+def test_a_static_graph_takes_windows_from_the_first_step_on(views: bool) -> None:
+    """torch's assertion ends a first backward that does not reduce; here it reduces, and the gradient is the same."""
+
+    def train(rank: int, windows: str, plugins: list[Any], static_graph: bool) -> Any:
+        accumulation: dict[str, dict[str, Any]] = {
+            "Trainer's": {"accumulate_grad_batches": 3},
+            "Lightning's callback": {"callbacks": [GradientAccumulationScheduler({0: 3})]},
+            "ours": {"callbacks": [AccumulationScheduler({0: 3, 1: 2}, unit="step")]},
+            "ours, later": {"callbacks": [AccumulationScheduler({0: 1, 1: 3}, unit="step")]},
+        }
+        module = Validated(adamw)
+        strategy = DDPStrategy(process_group_backend="gloo", static_graph=static_graph, gradient_as_bucket_view=views)
+        settings = accumulation[windows] | {"num_sanity_val_steps": 1}  # a forward without a backward
+        trainer = quiet_trainer(devices=2, strategy=strategy, plugins=plugins, **settings)
+        batches = token_batches(COUNTS[rank])
+        trainer.fit(module, loader(batches), loader(batches))
+        return weights(module)
+
+    def compare(rank: int) -> list[Any]:
+        bf16: Any = partial(AutocastPrecision, "bf16-mixed")
+        return [
+            [train(rank, windows, [bf16()] * in_bf16, static) for static in (True, False)]
+            for windows, in_bf16 in (
+                ("Trainer's", True),
+                ("Lightning's callback", True),
+                ("ours", True),
+                ("ours", False),
+                ("ours, later", True),
+            )
+        ]
+
+    for of_rank in zip(*run_ranks(compare, 2), strict=True):
+        for static, plain in of_rank:
+            for a, b in zip(static, plain, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        assert all(map(torch.equal, of_rank[0][0], of_rank[1][0]))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])

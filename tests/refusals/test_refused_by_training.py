@@ -448,6 +448,7 @@ STRATEGIES = {
             ({"query_key_value": 5}, "query_key_value.weight has 24 outputs, which do not divide as 5 says"),
             ({"query_key_value": (16, 4, 3)}, r"24 outputs, which do not divide as \(16, 4, 3\) says"),
             ({"query_key_value": True}, "do not divide as True says"),
+            ("thirds", "split='thirds'.: give 'auto', or patterns"),
             ({"query_key_value": 3, "query*": 2}, "two patterns match query_key_value.weight"),
         ]
     ],
