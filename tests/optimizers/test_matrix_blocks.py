@@ -236,22 +236,6 @@ def test_weights_that_sound_fused_are_named_and_left_whole(caplog: pytest.LogCap
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [
-        ({"attention": 3}, "'attention' matches no matrix, nor a layer whose weight is one.*query_key_value.weight"),
-        ({"query_key_value": 5}, "query_key_value.weight has 24 outputs, which do not divide as 5 says"),
-        ({"query_key_value": (16, 4, 3)}, r"24 outputs, which do not divide as \(16, 4, 3\) says"),
-        ({"query_key_value": True}, "do not divide as True says"),
-        ("thirds", "split='thirds'.: give 'auto', or patterns"),
-        ({"query_key_value": 3, "query*": 2}, "two patterns match query_key_value.weight"),
-    ],
-)
-def test_what_does_not_divide_is_refused(split: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        matrices_and_rest(Fused(), split=split)
-
-
 class Alone(Regression):
     def configure_optimizers(self) -> Any:
         first = next(p for p in self.parameters() if p.ndim == 2)
@@ -259,9 +243,6 @@ class Alone(Regression):
 
 
 def test_optimizers_that_know_no_blocks_are_refused() -> None:
-    matrices, rest = matrices_and_rest(Fused(), split={"query_key_value": 3})
-    with pytest.raises(MisconfigurationException, match=r"AdamW: matrices_and_rest\(split=\.\.\.\) was given"):
-        JointOptimizer([AdamW(matrices), SGD(rest)])
     trainer = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], max_steps=1)
     with pytest.raises(MisconfigurationException, match="Muon: matrices_and_rest"):
         trainer.fit(Alone(), loader(regression_batches(1)))
