@@ -28,7 +28,7 @@ from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_
 from lightning_mp.flops.model_shape import elements_used
 from lightning_mp.lr_schedule.scheduler_facts import schedulers_longer_than
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome import StepOutcomeSource
 from lightning_mp.tokens.budget import LandingMode, TokenBudget, TrimFunction
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 from lightning_mp.tokens.run_counts import RunBudget
@@ -241,7 +241,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the clock."""
-        if self.on_waste == "extend" and StepOutcomeDispatcher.of(trainer) is None:
+        if self.on_waste == "extend" and StepOutcomeSource.of(trainer) is None:
             raise MisconfigurationException(
                 "ChinchillaBudget(on_waste='extend') must know which optimizer steps were skipped, and"
                 f" {type(trainer.precision_plugin).__name__} does not report them. Use a precision plugin of"

@@ -18,7 +18,7 @@ from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAllReduce
 from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
 from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome import StepOutcomeSource
 from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
@@ -220,7 +220,7 @@ class TokenLearningRate(SettingsRepr, Callback):
                 f"TokenLearningRate: no callback counted the tokens of the {trainer.global_step:,} steps before; the"
                 " schedule begins at 0 tokens."
             )
-        if getattr(trainer.precision_plugin, "scaler", None) is not None and StepOutcomeDispatcher.of(trainer) is None:
+        if getattr(trainer.precision_plugin, "scaler", None) is not None and StepOutcomeSource.of(trainer) is None:
             rank_zero_warn(
                 f"TokenLearningRate: {type(trainer.precision_plugin).__name__} does not report which steps it skips, so"
                 " their tokens count as trained on. Use a precision plugin of lightning_mp, or add OverflowMonitor()."

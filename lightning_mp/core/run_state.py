@@ -43,10 +43,8 @@ class RunState:
             self._parts.pop(type(part), None)
 
     def find(self, kind: type[_Part]) -> _Part | None:
-        """The part of a class, if there is one."""
-        part, _ = self._parts.get(kind, (None, None))
-        assert part is None or isinstance(part, kind)
-        return part
+        """The part of a class, or of one derived from it, if there is one."""
+        return next((part for part, _ in self._parts.values() if isinstance(part, kind)), None)
 
     def flush(self) -> None:
         """Reads what is on its way from the device: the outcome of the last step."""

@@ -16,7 +16,7 @@ from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum
 from lightning_mp.gradients.replication import GradientReplication, gradient_replication
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+from lightning_mp.optimizer_step.outcome_dispatcher import StepOutcomeDispatcher, StepReport
 
 
 class NonFiniteGuard:

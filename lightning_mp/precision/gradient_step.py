@@ -29,7 +29,7 @@ from lightning_mp.optimizer_step.closures import StepClosure, evaluates_its_clos
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+from lightning_mp.optimizer_step.outcome_dispatcher import StepOutcomeDispatcher, StepReport
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards, unscaled_gradients
 from lightning_mp.tokens.counter import LOSSES
 
