@@ -18,7 +18,7 @@ from lightning_mp.core.precisions import PRECISIONS
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.parallel_layout import ParallelLayout
 from lightning_mp.step_memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
 
 _DESCRIPTION = """\

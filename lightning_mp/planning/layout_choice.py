@@ -6,6 +6,13 @@ from dataclasses import dataclass
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.precisions import find_precision
 from lightning_mp.flops.hardware import known_chips, rate_column
+from lightning_mp.planning.layouts import (
+    Machine,
+    ParallelPlan,
+    known_machines,
+    plan_parallelism,
+    usual_layouts,
+)
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import (
     DecoderMemory,
@@ -13,13 +20,6 @@ from lightning_mp.planning.memory.decoder_memory import (
     check_memory_bytes,
     decoder_memory,
     largest_micro_batch,
-)
-from lightning_mp.planning.parallelism.parallel_plan import (
-    Machine,
-    ParallelPlan,
-    known_machines,
-    plan_parallelism,
-    usual_layouts,
 )
 
 _VERDICTS = ("fits", "may fit", "does not fit")
@@ -66,7 +66,7 @@ def choose_layouts(
     """Common layouts: those that fit, fastest first, then the others, closest to fitting first.
 
     Where no machine is known, those that fit come in the order of
-    :func:`~lightning_mp.planning.parallelism.parallel_plan.usual_layouts`, recomputed blocks after those that are not,
+    :func:`~lightning_mp.planning.layouts.usual_layouts`, recomputed blocks after those that are not,
     and tensor and pipeline parallelism, which need fast links or many micro-batches, last.
 
     Args:

@@ -19,9 +19,9 @@ from wire_counter import Collective, CollectiveCounter, socket_bytes_sent
 
 from lightning_mp import AccumulationScheduler, ActivationCheckpointing, AutocastPrecision, MasterWeightsPrecision
 from lightning_mp.language_model.gpt import Block
-from lightning_mp.planning.parallelism.communication import Transfer, communication_per_step
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.communication import Transfer, communication_per_step
+from lightning_mp.planning.decoder_size import DecoderSize
+from lightning_mp.planning.parallel_layout import ParallelLayout
 from lightning_mp.strategies import ReducedPrecisionDDPStrategy
 
 CONFIG = runs.model().model.config

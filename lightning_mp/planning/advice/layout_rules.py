@@ -9,7 +9,7 @@ from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommendation import Choice, Component, Sure
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.parallel_layout import ParallelLayout
 from lightning_mp.step_memory.estimate import reserved_range
 
 _FSDP = "Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277"

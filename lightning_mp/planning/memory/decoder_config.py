@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mp.core.arguments import true_or_false, whole_number
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
+from lightning_mp.planning.decoder_size import DecoderSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 These are formulas, for use before there is a module; with a module,
 :func:`~lightning_mp.step_memory.estimate.estimate_memory` measures. Layouts are those of
-:class:`~lightning_mp.planning.parallelism.parallel_layout.ParallelLayout`, with or without recomputed blocks.
+:class:`~lightning_mp.planning.parallel_layout.ParallelLayout`, with or without recomputed blocks.
 """
 
 from bisect import bisect_left
@@ -21,7 +21,7 @@ from lightning_mp.core.arguments import (
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.saved_by_family import saved_by_code, saves_scores
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.parallel_layout import ParallelLayout
 from lightning_mp.step_memory.estimate import reserved_range
 from lightning_mp.step_memory.live_storages import PARTS, Part
 

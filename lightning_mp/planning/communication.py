@@ -43,8 +43,8 @@ from typing import Literal, get_args
 
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.precisions import find_precision
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.decoder_size import DecoderSize
+from lightning_mp.planning.parallel_layout import ParallelLayout
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 

@@ -2,7 +2,7 @@
 
 Conventions:
 
-- bytes: sent by one GPU in one optimizer step, see :mod:`~lightning_mp.planning.parallelism.communication`;
+- bytes: sent by one GPU in one optimizer step, see :mod:`~lightning_mp.planning.communication`;
 - compute: the model's FLOPs per token under the "palm" convention, at the dense peak of the chip;
 - bubble: :func:`bubble_fraction`, of the step's time;
 - seconds at least: the larger of the time of the last stage and of each link's bytes at its printed bandwidth. With s
@@ -35,9 +35,9 @@ from lightning_mp.core.precisions import find_precision
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import peak_flops
 from lightning_mp.flops.throughput import bubble_fraction
-from lightning_mp.planning.parallelism.communication import TensorReduceDtype, Transfer, communication_per_step
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.communication import TensorReduceDtype, Transfer, communication_per_step
+from lightning_mp.planning.decoder_size import DecoderSize
+from lightning_mp.planning.parallel_layout import ParallelLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Machine:
 @lru_cache(maxsize=1)
 def known_machines() -> tuple[Machine, ...]:
     """Every machine of the data file, in its order."""
-    data = resources.files("lightning_mp.planning.parallelism").joinpath("interconnects.csv")
+    data = resources.files("lightning_mp.planning").joinpath("interconnects.csv")
     text = data.read_text(encoding="utf-8")
     return tuple(_machine(row) for row in csv.DictReader(text.splitlines()))
 
@@ -171,14 +171,14 @@ def plan_parallelism(
     Args:
         size: the model.
         layout: how the GPUs are divided.
-        machine: a name from :func:`~lightning_mp.planning.parallelism.parallel_plan.known_machines`, or a
+        machine: a name from :func:`~lightning_mp.planning.layouts.known_machines`, or a
             :class:`Machine`.
         tokens_per_step: the batch of the optimizer step, over all GPUs.
         context_tokens: length of a sequence.
         sequences_per_gpu: sequences in a micro-batch per GPU that a layer is split over, so that layouts are compared
             at equal activations.
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
-        tensor_reduce_dtype: see :func:`~lightning_mp.planning.parallelism.communication.communication_per_step`.
+        tensor_reduce_dtype: see :func:`~lightning_mp.planning.communication.communication_per_step`.
         recomputed: every block runs again in backward, which takes a third more computation.
         dtype: format of matrix products, for the peak; None is that of ``precision``, fp32 without TF32 in "32-true".
 
