@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_mp.flops.hardware import find_chip
-from lightning_mp.planning.decoder_size import DecoderSize
+from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.layouts import (
     Machine,
     ParallelPlan,
@@ -14,7 +14,7 @@ from lightning_mp.planning.layouts import (
     plan_parallelism,
     usual_layouts,
 )
-from lightning_mp.planning.parallel_layout import ParallelLayout
+from lightning_mp.planning.memory.decoder_config import DecoderSize
 
 SIZE = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)
 
