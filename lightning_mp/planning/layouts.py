@@ -374,9 +374,9 @@ def choose_layouts(
                 except ValueError as error:
                     left_out = str(error)
             memory = decoder_memory(config, layout, context_tokens=context_tokens, precision=row)
-            verdict, most = None, None
-            if memory_bytes is not None:
-                verdict = memory.verdict(memory_bytes)
+            verdict = None if memory_bytes is None else memory.verdict(memory_bytes)
+            most = None if memory_bytes is None else 0
+            if memory_bytes is not None and verdict == "fits":
                 most = largest_micro_batch(config, layout, memory_bytes, context_tokens=context_tokens, precision=row)
             choices.append(LayoutChoice(layout, memory, verdict, most, plan, left_out))
     return sorted(choices, key=_rank)

@@ -80,8 +80,8 @@ def _decoder(question: Question, config: DecoderConfig, memory_bytes: float) -> 
         precision=question.storage,
     )
     layouts = [choice for choice in layouts if choice.layout.tensor == choice.layout.stages == 1]
-    fitting = [choice for choice in layouts if choice.verdict == "fits"]
-    chosen = min(fitting, key=lambda choice: (choice.layout.checkpointed, choice.layout.shards), default=layouts[0])
+    layouts.sort(key=lambda choice: (choice.layout.checkpointed, choice.layout.shards))
+    chosen = next((choice for choice in layouts if choice.verdict == "fits"), layouts[-1])
     layout, most = chosen.layout, chosen.largest_micro_batch
     choices = [_fit_choice(question, config, chosen, memory_bytes)]
     strategy = _strategy(layout)
