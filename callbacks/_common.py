@@ -1,4 +1,4 @@
-"""What callbacks of the pack do alike: refusing foreign Trainers and rivals, joining the accumulation controller."""
+"""Shared set-up of callbacks: refusing conflicting callbacks, joining the accumulation controller."""
 
 from typing import Any, Literal
 

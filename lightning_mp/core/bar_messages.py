@@ -1,4 +1,4 @@
-"""Messages during a run that have lines of their own, and are not glued to a progress bar."""
+"""Prints messages during a run on separate lines, not at the end of a progress bar."""
 
 import logging
 import sys

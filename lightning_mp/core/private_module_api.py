@@ -196,7 +196,7 @@ def with_part(like: DTensor, part: Tensor) -> DTensor:
 
 @cache
 def _with_unnoticed_gather(kind: Any) -> Any:
-    """FSDP2 asks the part of a rank, at each gathering, whether it has hooks of its own."""
+    """FSDP2 checks the local tensor for all-gather hooks at each all-gather."""
 
     class UnnoticedGather(kind):  # type: ignore[misc]  # a class that is only known when it is here
         @property

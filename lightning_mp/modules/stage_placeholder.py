@@ -102,7 +102,7 @@ def detach_stages(model: nn.Module, absent: Mapping[str, Sequence[int]], split: 
 
 
 def release(module: nn.Module, kept: Container[int]) -> None:
-    """Takes the memory of a module's tensors away, but not their shapes."""
+    """Frees the memory of a module's tensors and keeps their shapes."""
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in kept:
             tensor.data = _without_memory(tensor)

@@ -1,4 +1,4 @@
-"""Optimizers that evaluate their closure themselves: SAM, LBFGS, and whatever is not torch's own."""
+"""Optimizers that evaluate their closure themselves: SAM, LBFGS, and those that are not torch's."""
 
 import inspect
 from collections.abc import Callable

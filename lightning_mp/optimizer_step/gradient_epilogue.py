@@ -1,7 +1,7 @@
 """The gradient epilogue: everything between the end of backward and the optimizer's own kernel.
 
 Loss scale, item count and clip coefficient are gathered as scalars on the device and applied together. One reduction of
-a small vector makes every rank decide alike.
+a small vector makes every rank take the same decision.
 """
 
 from collections.abc import Sequence

@@ -55,7 +55,7 @@ class StepOutcome:
 class StepOutcomeSource:
     """What reports the outcomes of a run's steps; ``StepOutcomeDispatcher`` derives from it, and nothing else does.
 
-    Whoever only needs to know whether outcomes are reported finds it here.
+    Use it to find out whether outcomes are reported, without importing the dispatcher.
     """
 
     @classmethod

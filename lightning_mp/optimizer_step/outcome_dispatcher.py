@@ -1,4 +1,4 @@
-"""Turns what a precision plugin knows about a step into its outcome, and tells everybody that asked for it.
+"""Turns the report of a precision plugin into the outcome of a step, and calls the hooks for it.
 
 Learning-rate schedulers and averaged weights hold on a skipped step, whatever callbacks there are. With a fused
 optimizer the decision is made on the device. Waiting for it would stop the host at every step, so the outcome arrives
@@ -79,7 +79,7 @@ class _Pending:
 
 
 class StepOutcomeDispatcher(StepOutcomeSource):
-    """Turns step reports into outcomes for one ``fit``; stops what must not advance on a skip, and calls the hooks."""
+    """Turns reports into outcomes during one ``fit``; holds schedulers and averages on a skip, and calls the hooks."""
 
     def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._trainer = trainer
@@ -99,7 +99,7 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         self._idle_steps = 0
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Self:
-        """Starts holding. ``optimizers`` settle the last outcome before their state goes into a checkpoint."""
+        """Starts to hold schedulers and averages on skips; ``optimizers`` are saved after the last outcome is read."""
         self._learning_rate.attach()
         self._frequency.attach()
         self._averaging.attach()
@@ -110,13 +110,13 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         return self
 
     def flush_before_saving(self, optimizer: Optimizer) -> None:
-        """Settles the last outcome before this optimizer's state goes into a checkpoint."""
+        """Reads the last outcome before this optimizer's state is saved."""
         private_optimizer_api.make_room_for_hooks(optimizer)
         handle = optimizer.register_state_dict_pre_hook(lambda _: self.flush_pending())
         Patches.of(self._trainer).at_end(handle.remove)
 
     def detach(self) -> None:
-        """Settles the last outcome. What was replaced is put back when the run ends."""
+        """Reads the last outcome and stops reporting. Replaced methods are restored when the run ends."""
         try:
             self.flush_pending()
         finally:
@@ -124,7 +124,7 @@ class StepOutcomeDispatcher(StepOutcomeSource):
             self._run.drop(self)
 
     def record(self, optimizer: Optimizer, report: StepReport, *, flush_now: bool) -> None:
-        """Takes the report of a step that was just made."""
+        """Stores the report of the step that was just made."""
         self.flush_pending()
         self._pending = _Pending(optimizer, self._trainer.global_step, report, report.numbers())
         self._last_skipped = None

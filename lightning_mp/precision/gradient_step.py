@@ -147,7 +147,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     if plan.scaler is not None and not epilogue.anyone_has_scaled() and epilogue.anyone_has_gradients():
         raise unscaled_gradients(plan.optimizer, plan.plugin, plan.scaler.get_scale())
 
-    # Decide and plan: from here on every rank knows whether the step is skipped, and the factor for its gradients.
+    # Decide and plan: after this every rank knows whether the step is skipped, and the factor for its gradients.
     normalisation = controller.close_window(totals) if controller is not None else None
     step.has_no_items = totals[LOSSES] == 0 if totals is not None and trainer.world_size > 1 else None
     by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE

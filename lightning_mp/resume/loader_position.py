@@ -146,7 +146,7 @@ class LoaderPosition:
         self._iterator = None
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """Puts the loader's own generators where they stood when the state was made."""
+        """Restores the loader's own generators to their state at the time of the saved position."""
         for generator, saved in zip(self._generators(), state["generators"], strict=True):
             generator.set_state(saved)
 

@@ -131,7 +131,7 @@ class ResumableProgress(Callback):
         self._fit.is_tuning = is_tuning
 
     def _forget_loader_states(self, trainer: "pl.Trainer") -> None:
-        """A finder's trials have loaders of their own, and those afterwards begin anew, as in Lightning."""
+        """A finder's trials use separate loaders, and the fit after them starts its loaders again, as in Lightning."""
         if self.is_tuning:
             private_resume_api.forget_loader_states(trainer)
 

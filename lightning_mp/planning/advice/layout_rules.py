@@ -92,7 +92,7 @@ def _decoder(question: Question, config: DecoderConfig, memory_bytes: float) -> 
         callbacks = (Component("ActivationCheckpointing", (("modules", question.blocks),)),)
         reason = (
             "Without it, not even one sequence is sure to fit. Every block runs again in backward, a third more FLOPs."
-            f" {question.blocks!r} stands for your blocks: write their class or glob."
+            f" Replace {question.blocks!r} by the class or glob of your blocks."
         )
         choices.append(
             Choice("checkpointing", f"ActivationCheckpointing({question.blocks!r})", reason, _CHECKPOINTING, "certain")

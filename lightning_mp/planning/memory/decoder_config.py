@@ -288,7 +288,7 @@ class DecoderConfig:
 
     @property
     def mlp_widths(self) -> float:
-        """Inner width of all MLPs that a token meets in one block; of blocks that differ it is their mean."""
+        """Inner width of all MLPs that a token passes in one block; the mean over blocks that differ."""
         if not self.experts:
             return self.ffn_width
         dense = self.dense_layers / self.layers

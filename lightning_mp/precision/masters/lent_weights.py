@@ -305,7 +305,7 @@ class LentWeights:
         return self._known
 
     def _takes(self, parameter: Tensor) -> bool:
-        """Subclasses of tensors are not lent: they have operations of their own."""
+        """Subclasses of tensors are not lent: they define their own operations."""
         is_plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
         is_trained = parameter.dtype == torch.float32 and parameter.requires_grad
         return is_plain and is_trained and parameter not in self._written

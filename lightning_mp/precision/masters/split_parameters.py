@@ -131,7 +131,7 @@ class SplitLoan(Loan):
             leaf.data, self.lent = self.copy, leaf  # DDP has hooked it
 
     def give(self, part: Tensor, row: Tensor, at: int) -> None:
-        """Gives the parameter, or this rank's part of it, other memory.
+        """Points the parameter, or this rank's part of it, to other memory.
 
         ``row`` has, from ``at``, the numbers that are computed with: those of the part, or of the copy.
         """
@@ -166,7 +166,7 @@ class GatheredLoan(SplitLoan):
 
     @override
     def move_copy(self, high: Tensor) -> None:
-        """Nothing is computed with a copy of its own."""
+        """No operation uses a separate copy of it."""
         self.renew(high[:0])
         self.users = private_module_api.users_of_memory(self.local)
 
@@ -181,7 +181,7 @@ _Run = list[SplitLoan]  # neighbours in memory
 
 
 class SplitMemory:
-    """Copies and rests of many parameters on one device, one behind the other: few kernels join or split them all.
+    """Copies and rests of many parameters on one device, contiguous in memory: few kernels join or split them all.
 
     Args:
         loans: of the parameters, which are joined.
@@ -303,7 +303,7 @@ class SplitMemory:
 
 
 def _neighbours(loans: Sequence[SplitLoan]) -> list[_Run]:
-    """Those that lie one behind the other."""
+    """Those that are contiguous in memory."""
     runs: list[_Run] = []
     for loan in sorted(loans, key=_START):
         if runs and runs[-1][-1].end == loan.start:
