@@ -47,23 +47,14 @@ def unbiased_estimates(
 
 @dataclass(frozen=True)
 class NoiseScale:
-    r"""An estimate of the gradient noise scale, :math:`B_{simple}`, in samples.
+    r"""An estimate of the gradient noise scale, :math:`B_{simple}`, in samples."""
 
-    Attributes:
-        samples: the estimate.
-        low: lower end of its 95% confidence interval; 0 if it has no positive lower end.
-        high: upper end; infinite while :math:`|G|^2` is indistinguishable from zero.
-        batch_samples: samples per optimizer step in training.
-        tokens_per_sample: mean target tokens per sample; 0 if tokens are not counted.
-        windows: optimizer steps that the estimate uses.
-    """
-
-    samples: float
-    low: float
-    high: float
-    batch_samples: float
-    tokens_per_sample: float
-    windows: int
+    samples: float  #: the estimate.
+    low: float  #: lower end of its 95% confidence interval; 0 if it has no positive lower end.
+    high: float  #: upper end; infinite while :math:`|G|^2` is indistinguishable from zero.
+    batch_samples: float  #: samples per optimizer step in training.
+    tokens_per_sample: float  #: mean target tokens per sample; 0 if tokens are not counted.
+    windows: int  #: optimizer steps that the estimate uses.
 
     @property
     def tokens(self) -> float:

@@ -20,22 +20,15 @@ from lightning_mp.core.run_state import RunState
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """One attempt at an optimizer step, as plain Python numbers.
+    """One attempt at an optimizer step, as plain Python numbers."""
 
-    Attributes:
-        step_index: attempts before this one, skipped ones included (``trainer.global_step`` when it was made).
-        stepped: whether the weights were changed.
-        loss_scale: the scale the loss was multiplied by; 1.0 where there is no scaler.
-        grad_norm: two-norm of the true gradient over all ranks before clipping; not finite on an overflow; None where
-            it was not computed (stock plugins).
-        items: tokens, samples or micro-batches that the gradient is the mean of, over all ranks; None where nothing is
-            counted.
-    """
-
-    step_index: int
-    stepped: bool
-    loss_scale: float = 1.0
+    step_index: int  #: attempts before this one, skipped ones included (``trainer.global_step`` when it was made).
+    stepped: bool  #: whether the weights were changed.
+    loss_scale: float = 1.0  #: the scale the loss was multiplied by; 1.0 where there is no scaler.
+    #: two-norm of the true gradient over all ranks before clipping; not finite on an overflow; None where it was not
+    #: computed (stock plugins).
     grad_norm: float | None = None
+    #: tokens, samples or micro-batches that the gradient is the mean of, over all ranks; None where nothing is counted.
     items: float | None = None
     _nonfinite_parameters: Callable[[], list[str]] | None = field(default=None, repr=False, compare=False)
 
