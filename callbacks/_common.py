@@ -66,6 +66,16 @@ def _counts_of(callback: object, count: CountFunction | None) -> dict[str, Any]:
     return {"count": count, "count_weighs": use == "weights"}
 
 
+def micro_batches_left(trainer: "pl.Trainer", window: int) -> dict[str, int]:
+    """Micro-batches of a rank that the Trainer's limits allow from here, by the name of each limit that it has."""
+    left = {}
+    if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
+        left["max_epochs"] = int(trainer.num_training_batches) * (trainer.max_epochs - trainer.current_epoch)
+    if trainer.max_steps != -1:
+        left["max_steps"] = (trainer.max_steps - trainer.global_step) * window
+    return left
+
+
 def join_window_controller(
     callback: object,
     trainer: "pl.Trainer",

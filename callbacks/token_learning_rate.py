@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller
+from lightning_mp.callbacks._common import check_counts, join_window_controller, micro_batches_left
 from lightning_mp.core.arguments import whole_tokens
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding, listed_of
@@ -290,13 +290,11 @@ class TokenLearningRate(SettingsRepr, Callback):
             raise no_tokens_in(batch, "TokenLearningRate")
         if self._controller.budget is not None:
             return
-        micro_batches = []
-        if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
-            micro_batches.append(int(trainer.num_training_batches) * (trainer.max_epochs - trainer.current_epoch))
-        if trainer.max_steps != -1 and self._controller.settings.schedule is None:
-            micro_batches.append((trainer.max_steps - trainer.global_step) * self._controller.state.window.planned)
-        if micro_batches:
-            tokens = self._controller.counter.tokens + min(micro_batches) * self._controller.input_tokens(batch)
+        left = micro_batches_left(trainer, self._controller.state.window.planned)
+        if self._controller.settings.schedule is not None:  # the length of windows changes
+            left.pop("max_steps", None)
+        if left:
+            tokens = self._controller.counter.tokens + min(left.values()) * self._controller.input_tokens(batch)
             # Padding is in it, and batches differ: only a horizon that is far too long can be detected now.
             if self.horizon_tokens is not None and self.horizon_tokens > LONGEST_COSINE * tokens:
                 self._warn_about_missed_end(tokens, f"a run of batches like the first has about {tokens:,} tokens")
