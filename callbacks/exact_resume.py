@@ -162,7 +162,7 @@ class ExactResume(SettingsRepr, Callback):
         if reason:
             self._tell_unsupported(reason)
             return
-        if fit.positions_are_complete:  # loaders are made anew
+        if fit.positions_are_complete:  # loaders are created again
             fit.positions, fit.positions_are_complete = [], False
         assert isinstance(loader, DataLoader)
         if isinstance(loader.dataset, IterableDataset):

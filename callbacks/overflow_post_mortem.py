@@ -227,7 +227,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def _examine(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome, parameters: list[int]
     ) -> None:
-        """Runs the window again if requested; puts together what all ranks know; writes it down."""
+        """Replays the window if requested, gathers the findings of all ranks, and writes the report."""
         result, note = SearchResult(None), ""
         if self.replay:
             note = self._why_no_replay(trainer, outcome)

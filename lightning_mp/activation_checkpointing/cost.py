@@ -131,7 +131,7 @@ class StepCost:
         self._in_forward.close()
 
     def end(self) -> None:
-        """Counts no more at all."""
+        """Stops counting."""
         self._in_forward.close()
         self._in_micro_batch.close()
 

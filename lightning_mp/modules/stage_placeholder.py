@@ -65,7 +65,7 @@ class StagePlaceholder(nn.Module):
 
     @override
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Says where the module is."""
+        """Raises, and names the stage that has the module."""
         raise RuntimeError(self._where())
 
     @override

@@ -15,7 +15,7 @@ def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     """Whether an optimizer's ``step`` is known to call its closure once, before anything else, or takes none.
 
     So do all of torch's but LBFGS, torchao's, lion-pytorch's, and :class:`~lightning_mp.JointOptimizer`. They need no
-    closure: it has run already. Whoever writes a ``step`` may do anything.
+    closure: it has run already. Any other ``step`` may do anything.
 
     >>> import torch
     >>> evaluates_its_closure_once(torch.optim.AdamW), evaluates_its_closure_once(torch.optim.LBFGS)
@@ -59,7 +59,7 @@ class StepClosure:
     Lightning's closure has run by then. So the first evaluation that the optimizer requests is that one, unless weights
     are others by now or gradients were taken away. Gradients that the optimizer has only written (centralised, say, in
     front of its parent's step) are kept, as in a plain loop. Each later evaluation runs again, and its gradients are
-    made ready anew.
+    made ready again.
     """
 
     def __init__(self, optimizer: Optimizer, result: Any, evaluate: Callable[[], Any] | None, plugin: object) -> None:

@@ -181,7 +181,7 @@ class GradientEpilogue:
         gradient_ops.clamp_(self.shards, bound)
 
     def clip_now(self, limit: float, *, by_value: bool) -> None:
-        """Clips true gradients in place (3 passes): whoever asks may read or change them afterwards.
+        """Clips true gradients in place (3 passes): hooks that read gradients may also change them afterwards.
 
         Gradients that are not finite are left as they are by norm, and the step is skipped.
         """

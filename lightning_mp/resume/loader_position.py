@@ -210,7 +210,7 @@ class LoaderPosition:
     # -- indices -------------------------------------------------------------------------------------------------------
 
     def indices(self) -> Iterator[Any]:
-        """Those of an iterator that is being made or, with workers that persist, begins anew."""
+        """Those of an iterator that is being created or, with persistent workers, reset."""
         resume = self._resume
         if not self._is_being_made:
             self._resume = None

@@ -83,7 +83,7 @@ class ResumableProgress(Callback):
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> "ResumableProgress":
-        """Puts one in front of the Trainer's callbacks if there is none."""
+        """Adds one before the Trainer's callbacks if there is none."""
         run = RunState.of(trainer)
         found = run.callback(cls)
         if found is not None:
@@ -152,7 +152,7 @@ class ResumableProgress(Callback):
         fit = self._fit
         private_resume_api.load_late_states(trainer)
         if private_resume_api.end_resumed_epoch(trainer):
-            fit.at_start = []  # the next epoch begins anew
+            fit.at_start = []  # the next epoch starts at its first batch
         private_resume_api.end_resumed_batch(trainer)
         goes_back = saves_on_exception(trainer)
 

@@ -90,7 +90,7 @@ def search_overflow(
 def _try_scales(
     replay: Replay, micro_batch: MicroBatch, trial: Trial, loss_scale: float, any_rank: AnyRank
 ) -> float | None:
-    """The largest scale at which all those ranks are finite that can be at all; None on the others."""
+    """The largest scale at which all ranks are finite that are finite at any scale; None on the others."""
     in_backward = trial.first_overflow is not None and trial.first_overflow.phase == "backward" and loss_scale > 1.0
     if not any_rank(in_backward):
         return None

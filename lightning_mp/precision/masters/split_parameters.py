@@ -1,4 +1,4 @@
-"""fp32 parameters whose memory is given away between steps, and returned to whoever touches them.
+"""fp32 parameters whose memory is freed between steps, and restored on access.
 
 Modules compute with a parameter's bf16 copy (:mod:`~lightning_mp.precision.masters.lent_weights`). The copy and a rest
 of 16 or 8 bits say all about the parameter (:mod:`~lightning_mp.precision.masters.split_numbers`), so that its own
@@ -317,7 +317,7 @@ def _neighbours(loans: Sequence[SplitLoan]) -> list[_Run]:
 
 @contextmanager
 def as_plain(loans: Iterable[Loan]) -> Iterator[None]:
-    """Split parameters are asked for gradients and sizes without a call for each. Nobody may read their numbers."""
+    """Inside, gradients and sizes of split parameters are read without a call for each. Do not read their numbers."""
     split = [(loan.parameter, type(loan.parameter)) for loan in loans if type(loan.parameter) in _JOINED]
     for parameter, kind in split:
         parameter.__class__ = _JOINED[kind]
