@@ -132,7 +132,7 @@ def _float8_linear_class() -> type[nn.Linear]:
                 input = input.to(torch.get_autocast_dtype(device_type))
             if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
                 return self._multiply(input)
-            # In inference mode torch does not decompose `reshape` and `to`; torchao's tensors implement their parts only.
+            # In inference mode torch does not decompose `reshape` and `to`; torchao's tensors know only their parts.
             with torch.inference_mode(False), torch.no_grad():
                 return self._multiply(input)
 
