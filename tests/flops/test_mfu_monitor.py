@@ -418,7 +418,7 @@ def test_a_micro_batch_without_a_loss_is_not_the_one_that_counts() -> None:
         ({"peak_flops": float("nan")}, "must be a positive finite number"),
         ({"window": 0}, r"MFUMonitor\(window=0\): it must be a whole number of optimizer steps"),
         ({"count": 3}, "must be a function from a batch"),
-        ({"unit": "image"}, r"unit='image'\): it must be one of \('auto', 'token', 'sample'\)"),
+        ({"unit": "image"}, r"unit='image'\) is unknown; it must be one of \('auto', 'token', 'sample'\)"),
         (
             {"unit": "sample", "flops_per_token": "6N"},
             "counts per token, and samples are counted here. Use 'exact'",

@@ -47,19 +47,32 @@ class Manual(StepsByHand, TokenModel):
 def test_precisions_with_16_bit_weights_are_the_other_plugins(precision: Any) -> None:
     message = (
         f"AutocastPrecision(precision={precision!r}) is unknown; it must be one of ('16-mixed', 'bf16-mixed')."
-        f" 16-bit weights are MasterWeightsPrecision({precision!r})'s. For fp32 leave the plugin out:"
-        " Trainer(precision='32-true')."
+        f" For 16-bit copies of weights use MasterWeightsPrecision({precision!r})."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         AutocastPrecision(precision)
     trains(TokenModel(), tokens(), plugins=[MasterWeightsPrecision(precision)])
 
 
-@pytest.mark.parametrize("precision", ["fp16", "16", "32-true", None, 16])
-def test_an_unknown_precision_is_refused(precision: Any) -> None:
+@pytest.mark.parametrize(
+    ("precision", "meant"),
+    [
+        ("fp16", "16-mixed"),
+        (16, "16-mixed"),
+        (torch.float16, "16-mixed"),
+        ("half", "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        ("torch.bfloat16", "bf16-mixed"),
+        ("bf16_mixed", "bf16-mixed"),
+        ("32-true", None),
+        (None, None),
+    ],
+)
+def test_an_unknown_precision_is_refused_with_the_one_that_was_meant(precision: Any, meant: str | None) -> None:
+    near = "" if meant is None else f" Did you mean {meant!r}?"
     message = (
         f"AutocastPrecision(precision={precision!r}) is unknown; it must be one of ('16-mixed', 'bf16-mixed')."
-        " For fp32 leave the plugin out: Trainer(precision='32-true')."
+        f"{near} For fp32 leave the plugin out: Trainer(precision='32-true')."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         AutocastPrecision(precision)
@@ -174,7 +187,9 @@ def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
 )
 def test_an_unknown_unit_or_weight_is_refused(arguments: Any, allowed: tuple[str, ...]) -> None:
     ((name, value),) = arguments.items()
-    message = rf"{name}={value!r}\)? is unknown; it must be one of {re.escape(str(allowed))}\.$"
+    message = (
+        rf"{name}={value!r}\)? is unknown; it must be one of {re.escape(str(allowed))}\. Did you mean {value[:-1]!r}"
+    )
     with pytest.raises(ValueError, match=message):
         AccumulationScheduler({0: 2}, **arguments)
     for option in allowed:

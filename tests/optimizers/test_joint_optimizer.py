@@ -103,6 +103,14 @@ def test_takes_the_states_of_single_optimizers(kind: str) -> None:
         optimizer.joined_state_dict([parts[0].state_dict()])
 
 
+@pytest.mark.parametrize(
+    ("given", "got"), [([], "none"), (["Muon"], "str"), (AdamW([nn.Parameter(torch.ones(2))]), "one alone")]
+)
+def test_what_is_no_list_of_optimizers_is_refused(given, got):
+    with pytest.raises(ValueError, match=f"it takes a list of torch.optim optimizers, got {got}. For instance"):
+        JointOptimizer(given)
+
+
 def test_a_single_optimizer_with_the_same_groups_resumes_as_a_joint_one() -> None:
     single, joint = make_net(), make_net()
     groups = [{"params": list(single[:2].parameters())}, {"params": list(single[2:].parameters()), "lr": 0.01}]

@@ -148,7 +148,7 @@ def test_a_loss_must_be_a_scalar(returned):
         ({"stages": 0}, r"stages=0\): it must be a whole number, 1 or more"),
         ({"microbatches": 2.0}, r"microbatches=2\.0\)"),
         ({"find_unused_parameters": True}, r"find_unused_parameters=...\) is not known.*it takes accelerator"),
-        ({"schedule": "zero bubble"}, r"schedule='zero bubble'\): it must be one of \('1f1b', 'gpipe'\)"),
+        ({"schedule": "zero bubble"}, r"schedule='zero bubble'\) is unknown; it must be one of \('1f1b', 'gpipe'\)"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, says):

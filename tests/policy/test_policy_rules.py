@@ -1,13 +1,14 @@
 """What rules of a policy mean, which one wins, and what is refused. Pure: no Trainer, no forward."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_mp import PrecisionPolicy
+from lightning_mp import AutocastPrecision, Float8Precision, PrecisionPolicy
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy import resolved
 from lightning_mp.policy.operations import FAMILIES, KNOWN_OPERATIONS
@@ -147,6 +148,19 @@ def test_a_rule_that_cannot_be_read_says_why(rules, message):
 def test_what_is_no_pair_is_refused(rules):
     with pytest.raises(TypeError, match=r"pairs of a pattern and a dtype, or a mapping, and got"):
         PrecisionPolicy(rules)
+
+
+@pytest.mark.parametrize("rules", ["defualt", 3, None])
+def test_what_holds_no_rules_is_refused_as_a_whole(rules):
+    with pytest.raises(TypeError, match=rf"got {rules!r}\. Write it as in {{'head': 'fp32'}}"):
+        PrecisionPolicy(rules)
+
+
+@pytest.mark.parametrize("plugin", [partial(AutocastPrecision, "bf16-mixed"), Float8Precision])
+def test_every_plugin_takes_the_default_policy_by_its_name(plugin):
+    assert repr(plugin(policy="default").policy) == repr(PrecisionPolicy.default())
+    with pytest.raises(TypeError, match=r"got 'defualt'\..* may also be 'default' or None"):
+        plugin(policy="defualt")
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,12 @@ def test_what_cannot_be_estimated_is_refused(arguments, message):
     assert message in str(info.value)
 
 
+@pytest.mark.parametrize("batch", [None, torch.utils.data.DataLoader([ROWS])])
+def test_a_loader_is_no_batch(batch):
+    with pytest.raises(ValueError, match=r"`batch` must be one batch, got \w+. Pass next\(iter\(loader\)\)"):
+        estimate_memory(net(), batch)
+
+
 def test_an_optimizer_that_wants_a_trainer_is_refused_with_what_to_pass():
     class Planned(BoringModel):
         def configure_optimizers(self):
