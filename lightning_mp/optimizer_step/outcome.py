@@ -209,6 +209,16 @@ class StepOutcomeDispatcher:
         if module_hook is not None:
             module_hook(pending.optimizer, outcome)
 
+    def steps_taken(self) -> int:
+        """Steps that changed weights, over all runs; in the middle of a step, before it.
+
+        Waits for the outcome of the last step if that is still on its way.
+        """
+        pending, skipped_steps = self._pending, self.skipped_steps
+        if pending is not None and pending.step_index < self._trainer.global_step:
+            skipped_steps += pending.numbers.read()[0] != 0.0
+        return self._trainer.global_step - skipped_steps
+
     def _warn_if_idle(self, outcome: StepOutcome, pending: _Pending) -> None:
         is_idle = outcome.stepped and outcome.grad_norm == 0.0 and pending.report.loss_scale is not None
         self._idle_steps = self._idle_steps + 1 if is_idle else 0

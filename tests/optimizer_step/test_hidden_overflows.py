@@ -187,6 +187,23 @@ def test_a_loss_that_was_not_scaled_is_an_error(precision: str, kind: Any, raw_f
     assert "scale" not in vars(plugin.scaler)
 
 
+class OneOverflow(RawForTheSecond):
+    """Of the second optimizer, whose gradients are still there in the next backward of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__(raw_from=99)
+        self.overflows = {3}  # of the losses, two in each batch
+
+    def on_after_backward(self) -> None:
+        pass  # it might write gradients, so these are read before it
+
+
+def test_an_overflow_of_one_optimizer_is_skipped_once() -> None:
+    module, monitor, scaler = OneOverflow(), OverflowMonitor(), LossScaler("cpu", init_scale=1024.0)
+    fit(module, regression_batches(6), monitor, plugin=AutocastPrecision("16-mixed", scaler=scaler))
+    assert (monitor.skipped_steps, scaler.get_scale()) == (1, 512.0)
+
+
 def test_and_in_the_second_fit_of_a_plugin() -> None:
     plugin = PLUGINS["16-mixed"]()
     fit(Raw(raw_from=9), regression_batches(3), plugin=plugin)

@@ -54,7 +54,7 @@ def split_one(values: Tensor, rest_dtype: torch.dtype = torch.int16, step: int =
     parameter = nn.Parameter(values.clone())
     loan = SplitLoan(parameter, parameter.detach().bfloat16())
     loan.is_seen = True
-    SplitMemory([loan], rest_dtype).compress([loan], step)
+    SplitMemory([loan], rest_dtype).compress([loan], lambda: step)
     assert type(parameter) is SplitParameter
     return parameter, loan
 
@@ -161,22 +161,22 @@ def test_memory_that_something_else_holds_stays_whole() -> None:
     parameter, loan = split_one(torch.ones(8, 8))
     memory: Any = loan.memory
     view = parameter.detach()
-    memory.compress([loan], 0)
+    memory.compress([loan], lambda: 0)
     assert type(parameter) is nn.Parameter
     view.fill_(4.0)
-    memory.compress([loan], 0)
+    memory.compress([loan], lambda: 0)
     assert bool((parameter == 4).all())
     array = parameter.detach().numpy()
     del view
-    memory.compress([loan], 0)
+    memory.compress([loan], lambda: 0)
     array[:] = 5.0
     assert bool((parameter == 5).all())
     del array
-    memory.compress([loan], 0)
+    memory.compress([loan], lambda: 0)
     assert type(parameter) is SplitParameter
     assert bool((parameter == 5).all())
     parameter.data = torch.full((8, 8), 6.0)
-    memory.compress([loan], 0)
+    memory.compress([loan], lambda: 0)
     assert type(parameter) is SplitParameter
     assert bool((parameter == 6).all())
 

@@ -3,6 +3,8 @@
 import gc
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -219,13 +221,89 @@ def test_a_compiled_model_is_compiled_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+class Breaks(nn.Linear):
+    """Ends a graph, so that code of torch.compile returns to Python in the middle of a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Forward(Regression):
+    """Its step calls its forward or, with ``by_layer``, each layer of it."""
+
+    by_layer = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, Breaks(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if not self.by_layer:
+            return nn.functional.mse_loss(self(x), y)
+        for layer in self.net:
+            x = layer(x)
+        return nn.functional.mse_loss(x, y)
+
+
+COMPILED: dict[str, Callable[[Forward], Any]] = {
+    "module": lambda module: module.compile(backend="aot_eager"),
+    "net": lambda module: module.net.compile(backend="aot_eager"),
+    "all": lambda module: [part.compile(backend="aot_eager") for part in (module, module.net, *module.net)],
+    "steps": lambda module: torch.compile(module, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "by_layer", "storage"),
+    [
+        *((what, False, "fp32") for what in COMPILED),
+        *((what, True, "fp32") for what in COMPILED),
+        ("module", False, "remainder"),
+    ],
+)
 @pytest.mark.full
-def test_a_module_compiled_as_a_whole_trains_alike() -> None:
+def test_compiled_modules_are_lent_16_bit_copies(what: str, by_layer: bool, storage: Any) -> None:
+    """Whatever of it is called from outside of compiled code."""
+
+    class Gradients(Forward):
+        def on_after_backward(self) -> None:
+            assert {p.grad.dtype for p in self.parameters() if p.grad is not None} == {torch.bfloat16}
+
     ends = []
-    for compile_it in (True, False):
-        module = Regression()
-        target = torch.compile(module, backend="aot_eager") if compile_it else module
-        fit(target, regression_batches(3), plugin=MasterWeightsPrecision("bf16-true"))
+    for is_compiled in (True, False):
+        torch._dynamo.reset()
+        module = Gradients()
+        module.by_layer = by_layer
+        made = COMPILED[what](module) if is_compiled else None
+        plugin = MasterWeightsPrecision("bf16-true", storage=storage)
+        target = made if isinstance(made, nn.Module) else module
+        fit(target, regression_batches(6), plugin=plugin, accumulate_grad_batches=2)
         ends.append([p.detach() for p in module.parameters()])
-    for compiled, eager in zip(*ends, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=2**-7, atol=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("when", ["__init__", "on_train_start"])
+@pytest.mark.parametrize("has_hook", [False, True], ids=["plain", "hook"])
+@pytest.mark.full
+def test_what_compiled_functions_call_is_cast_by_autocast(has_hook: bool, when: str) -> None:
+    """Functions, and modules that are compiled after set-up."""
+    ends = []
+    for is_compiled in (True, False):
+        torch._dynamo.reset()
+        module = Forward()
+        if has_hook:
+            module.net[2].register_forward_hook(lambda *_: None)
+        if is_compiled and when == "__init__":
+            module.forward = torch.compile(module.forward, backend="aot_eager")  # type: ignore[method-assign]
+        elif is_compiled:
+            module.on_train_start = partial(module.net.compile, backend="aot_eager")  # type: ignore[method-assign]
+        plugin = MasterWeightsPrecision("bf16-true") if is_compiled else AutocastPrecision("bf16-mixed")
+        fit(module, regression_batches(6), plugin=plugin)
+        ends.append([p.detach() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
