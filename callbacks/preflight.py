@@ -22,7 +22,7 @@ class Preflight(SettingsRepr, Callback):
 
     ::
 
-        trainer = L.Trainer(callbacks=[Preflight()], plugins=[AutocastPrecision("16-mixed")])
+        trainer = pl.Trainer(callbacks=[Preflight()], plugins=[AutocastPrecision("16-mixed")])
 
     It runs :func:`~lightning_mp.preflight` once per fit; every rank ends with the same error, from the report of rank
     0. The results of the run are unchanged, and callbacks that watch the first micro-batch do not see its trial step:

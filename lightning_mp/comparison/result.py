@@ -249,6 +249,7 @@ def _draw_memory(panel: "Axes", comparison: PrecisionComparison) -> None:
     names = list(comparison.costs)
     panel.barh(range(len(names)), [comparison.costs[name].peak_bytes / 2**20 for name in names], color=BLUE, alpha=0.8)
     panel.set(title="Peak memory", xlabel="MiB")
+    panel.locator_params(axis="x", nbins=5)
     _named_rows(panel, names)
 
 

@@ -34,7 +34,7 @@ class AutocastPrecision(FullWeightsPrecision):
 
     A drop-in for Lightning's ``MixedPrecision`` and ``FSDPPrecision``::
 
-        trainer = L.Trainer(plugins=[AutocastPrecision("16-mixed")])
+        trainer = pl.Trainer(plugins=[AutocastPrecision("16-mixed")])
 
     Args:
         precision: "16-mixed" or "bf16-mixed".

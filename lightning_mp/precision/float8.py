@@ -115,7 +115,7 @@ class Float8Precision(FullWeightsPrecision):
 
     ::
 
-        trainer = L.Trainer(plugins=[Float8Precision(skip=["*.router"])])
+        trainer = pl.Trainer(plugins=[Float8Precision(skip=["*.router"])])
 
     At set-up the chosen ``nn.Linear`` layers become torchao's fp8 layers, in place: parameters, names, tying, hooks and
     ``requires_grad`` stay (:func:`~lightning_mp.precision.fp8.conversion.convert_to_float8`). When the Trainer

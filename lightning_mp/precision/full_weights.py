@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp.core.messages import listed
+from lightning_mp.core.precisions import HALF_DTYPES, low_dtype
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.base import GradientStepPrecision
 
@@ -92,10 +93,23 @@ class FullWeightsPrecision(GradientStepPrecision):
             MisconfigurationException: if trainable weights are fp16.
         """
         result = super().connect(model, optimizers, lr_schedulers)
+        self._tell_of_frozen_weights()
         if self._run.is_fit:
             for optimizer in optimizers:
                 self._connect_late(optimizer)
         return result
+
+    def _tell_of_frozen_weights(self) -> None:
+        """Those in the other 16-bit format; a norm on a CPU raises torch's "mixed dtype" error for them."""
+        low = low_dtype(str(self.precision))
+        named = self._run.trainer.lightning_module.named_parameters()
+        other = [name for name, p in named if not p.requires_grad and p.dtype in HALF_DTYPES and p.dtype != low]
+        if low is not None and other:
+            rank_zero_info(
+                f"{type(self).__name__}({self.precision!r}) computes in {low}, and {len(other)} frozen weights are in"
+                f" the other 16-bit format ({listed(other)}): they are cast at each use, and a norm on a CPU raises"
+                f" torch's error about a mixed dtype. Load them with dtype={low}."
+            )
 
     @override
     def _connect_late(self, optimizer: Optimizer) -> None:

@@ -79,7 +79,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     "bf16-true" and "16-true", which lose an update smaller than half the last bit of a weight (1e-3 for a bf16 weight
     of 1)::
 
-        trainer = L.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
+        trainer = pl.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
 
     Parameters are fp32 for steps, hooks, callbacks, optimizers and checkpoints; only inside of a module call the
     module's weights are 16-bit copies of them (:mod:`lightning_mp.precision.masters.lent_weights`). Target networks,

@@ -365,7 +365,8 @@ def check_frozen_statistics(found: Found) -> Iterator[PreflightFinding]:
             "frozen_statistics",
             f"The weights of {len(layers)} BatchNorm layers are frozen, and their running statistics are not"
             f" ({listed(layers, 3)}): they follow the new data, and the frozen part does not stay what it was.",
-            "Call .eval() on the frozen part in on_train_epoch_start as well.",
+            "Call .eval() on the frozen part in on_train_epoch_start as well, unless it is a teacher that your code"
+            " updates and that uses the statistics of its batches (BYOL, MoCo).",
         )
 
 
