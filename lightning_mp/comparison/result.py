@@ -242,7 +242,7 @@ def _draw_time(panel: "Axes", comparison: PrecisionComparison) -> None:
     panel.set(title="Time per batch, over the baseline's", xlabel="ratio; the line spans the rounds")
     _named_rows(panel, names)
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(frameon=False)
+        panel.legend(edgecolor="white")  # over a bar
 
 
 def _draw_memory(panel: "Axes", comparison: PrecisionComparison) -> None:
