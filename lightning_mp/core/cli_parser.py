@@ -72,7 +72,7 @@ class OneLineParser(argparse.ArgumentParser):
         if choice:
             name, got, known = choice.groups()
             if near := did_you_mean(got, re.findall(r"[^\s',]+", known)):
-                message = f"argument {name}: invalid choice: '{got}'.{near}"
+                message = f"argument {name}: invalid choice: '{got}'." + near.replace("'", "")
         first_word, space, rest = message.rstrip(".").partition(" ")
         if first_word.istitle():  # not the name of a class
             first_word = first_word.lower()

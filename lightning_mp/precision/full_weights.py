@@ -15,6 +15,9 @@ from lightning_mp.core.precisions import HALF_DTYPES, low_dtype
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.base import GradientStepPrecision
 
+# PEFT itself casts adapters, and leaves modules_to_save as they were loaded.
+_CAST_TRAINED = " Where the rest is frozen, cast only what is trained: p.data = p.data.float()."
+
 
 def lost_updates(weight: Tensor, size: float) -> int:
     """How many elements of a weight stay what they are when ``size`` is added, and when it is subtracted.
@@ -58,8 +61,7 @@ class TrainableDtypeCheck:
             raise MisconfigurationException(
                 f"{self._plugin} trains fp32 weights, but {len(parameters)} of {trained} trainable parameters are"
                 f" fp16: {self._listed(parameters)}. Adam would produce NaN. Load the model in fp32"
-                " (from_pretrained(..., dtype=torch.float32)), or use MasterWeightsPrecision('16-true'). Frozen weights"
-                " may stay fp16: with PEFT leave autocast_adapter_dtype=True."
+                f" (from_pretrained(..., dtype=torch.float32)), or use MasterWeightsPrecision('16-true').{_CAST_TRAINED}"
             )
 
     def _warn_about_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -75,8 +77,7 @@ class TrainableDtypeCheck:
             f"{self._plugin} trains fp32 weights, but {len(trained)} trainable parameters are bf16:"
             f" {self._listed([parameter for parameter, _ in trained])}. A step is rounded away in {lost:,} of"
             f" {elements:,} elements. Load the model in fp32 (from_pretrained(..., dtype=torch.float32)), or use"
-            " MasterWeightsPrecision('bf16-true'). Frozen weights may stay bf16: with PEFT leave"
-            " autocast_adapter_dtype=True."
+            f" MasterWeightsPrecision('bf16-true').{_CAST_TRAINED}"
         )
 
 

@@ -145,7 +145,7 @@ def check_weights_in_16_bit(found: Found) -> Iterator[PreflightFinding]:
                 " of them: small updates are lost"
                 + (", and Adam's epsilon and small second moments are 0." if dtype == "float16" else "."),
                 (
-                    "Cast the trainable ones alone: p.data = p.data.float() (PEFT: autocast_adapter_dtype=True), or use"
+                    "Cast the trainable ones alone: p.data = p.data.float() (PEFT leaves modules_to_save), or use"
                     if has_frozen
                     else "Load the model in fp32 (dtype=torch.float32, or module.float()), or use"
                 )
