@@ -1,19 +1,19 @@
 """A part of a batch and its halves, run forward to compare their losses; nothing of it stays."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_mp.accumulation.batch_split import Microbatch
+from lightning_mp.accumulation.batch_split import Microbatch, copied_containers
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.loss_form import LossForm, PartLoss, likelier_form, loss_form, not_additive
 from lightning_mp.accumulation.out_of_memory import is_out_of_memory
-from lightning_mp.accumulation.split_state import Comparison, SplitState
+from lightning_mp.accumulation.split_state import LossForm, SplitState
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.private_loop_api import BatchClosure
 from lightning_mp.core.random_state import RandomState
@@ -21,6 +21,76 @@ from lightning_mp.modules.state import logging_muted
 from lightning_mp.tokens.batch_tokens import declared_divisor
 
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 3e-2  # relative; autocast rounds each loss by itself
+_MOST_COMPARISONS = 4
+
+
+class PartLoss(NamedTuple):
+    """The loss of a part of a batch."""
+
+    items: float  # what it is a mean over
+    loss: float  # of no use if it counts nothing
+    is_mean: bool = False  # its graph shows a mean over these
+
+
+def loss_form(whole: float, halves: Sequence[PartLoss], tolerance: float) -> LossForm | Literal["neither"] | None:
+    """How the loss of some samples is made of those of their halves; None if these do not show it.
+
+    Args:
+        whole: the loss of all of them.
+        halves: what each half counts, and its loss.
+        tolerance: by how much the numbers may differ, relative to their size.
+
+    Example:
+        >>> loss_form(2.5, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
+        'mean'
+        >>> loss_form(5.0, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
+        'sum'
+        >>> loss_form(1.0, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
+        'neither'
+        >>> loss_form(3.0, [PartLoss(2, 3.0), PartLoss(0, float("nan"))], 1e-3) is None
+        True
+    """
+    counting = [half for half in halves if half.items > 0]
+    if not counting:
+        return None
+    mean, total = mean_and_sum(counting)
+    size = max(abs(whole), sum(abs(half.loss) for half in counting))
+    is_mean, is_sum = abs(mean - whole) <= tolerance * size, abs(total - whole) <= tolerance * size
+    if is_mean:
+        # A half that counts nothing is no test of a mean.
+        return None if is_sum or len(counting) < len(halves) else "mean"
+    # Nor is one without a loss a test of a sum: any mean looks like one then.
+    has_losses = all(abs(half.loss) > tolerance * size for half in counting)
+    return "sum" if is_sum and has_losses and len(counting) == len(halves) else "neither"
+
+
+def not_additive(samples: int, whole: float, halves: Sequence[PartLoss]) -> MisconfigurationException:
+    """The refusal of a loss that is neither the mean nor the sum of its parts' losses."""
+    losses = " and ".join(f"{half.loss:.4g} (over {half.items:g})" for half in halves)
+    return MisconfigurationException(
+        f"MicroBatchOnOOM: the loss of {samples} samples is {whole:.4g}, those of their halves are {losses}: it is"
+        " neither their mean nor their sum, so the batch cannot be split. Use a smaller batch, or"
+        " ActivationCheckpointing."
+    )
+
+
+def likelier_form(whole: float, halves: Sequence[PartLoss]) -> LossForm:
+    """The nearer one, where random numbers make both inexact.
+
+    >>> likelier_form(2.4, [PartLoss(2, 2.0), PartLoss(2, 3.0)]), likelier_form(4.6, [PartLoss(2, 2), PartLoss(2, 3)])
+    ('mean', 'sum')
+    """
+    counting = [half for half in halves if half.items > 0]
+    if len(counting) < 2:
+        return "mean"
+    mean, total = mean_and_sum(counting)
+    return "sum" if abs(total - whole) < abs(mean - whole) else "mean"
+
+
+def mean_and_sum(halves: Sequence[PartLoss]) -> tuple[float, float]:
+    """The mean of losses by their counts, and their sum."""
+    count = sum(half.items for half in halves)
+    return sum(half.items * half.loss for half in halves) / count, sum(half.loss for half in halves)
 
 
 class _NoNumbersError(Exception):
@@ -67,8 +137,14 @@ class LossProbe:
         is_16_bit = "16" in str(self._trainer.precision)
         before = RandomState.capture(self._module.device)
         form: LossForm | None = None
-        for comparison in state.comparisons(batch):
-            whole, halves = self._losses(comparison, closure)
+        assert state.size is not None
+        # Of parts with one sample two together, which need not fit.
+        parts = [part for part in replace(state, size=max(state.size, 2)).parts_of(batch) if part.samples > 1]
+        for part in parts[:_MOST_COMPARISONS]:
+            halves_of = replace(state, size=-(-part.samples // 2), least=1)
+            whole, halves = self._losses(
+                part, halves_of.parts_of(copied_containers(part.batch)), state.size > 1, closure
+            )
             if not before.is_current():
                 form = likelier_form(whole, halves)
                 _say_what_is_assumed("the training step draws random numbers", form)
@@ -81,12 +157,13 @@ class LossProbe:
                     found = None  # a sum over that number, and a half without targets
             # All of them: a half without labels lets a mean plus a sum look like a sum.
             if found == "neither" or (found is not None and form not in (None, found)):
-                raise not_additive(comparison.whole.samples, whole, halves)
+                raise not_additive(part.samples, whole, halves)
             form = found or form
         return form
 
-    def _losses(self, comparison: Comparison, closure: BatchClosure) -> tuple[float, list[PartLoss]]:
-        whole, halves, fits = comparison
+    def _losses(
+        self, whole: Microbatch, halves: list[Microbatch], fits: bool, closure: BatchClosure
+    ) -> tuple[float, list[PartLoss]]:
         found: list[PartLoss] = []
         try:
             found = [self._loss(half, closure) for half in halves]

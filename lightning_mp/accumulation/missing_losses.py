@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_mp.core.patches import Patches
-from lightning_mp.tokens.loss_items import Items
 
 
 def replace_missing_losses(trainer: "pl.Trainer", report: Callable[[], None]) -> None:
@@ -46,7 +45,6 @@ class _NoLoss(torch.autograd.Function):
     @override
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
-        ctx.items = Items()
         return parameters[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod

@@ -1,8 +1,7 @@
 """How the batches of a run are split: what a user has set, and what the run has found out."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from lightning_mp.accumulation.batch_split import (
     Microbatch,
@@ -12,17 +11,9 @@ from lightning_mp.accumulation.batch_split import (
     split_batch,
     split_by,
 )
-from lightning_mp.accumulation.loss_form import LossForm
 
-_MOST_COMPARISONS = 4
-
-
-class Comparison(NamedTuple):
-    """Samples of a batch, and the same in halves."""
-
-    whole: Microbatch
-    halves: list[Microbatch]
-    fits: bool  # the whole, with what its backward would need
+#: The loss of a batch is the mean of its parts' losses by what they count, or their sum.
+LossForm = Literal["mean", "sum"]
 
 
 @dataclass
@@ -47,12 +38,3 @@ class SplitState:
     def samples_of(self, batch: Any) -> int:
         """How many samples a batch holds."""
         return num_samples(batch) if self.split is None else len(self.split(batch, 1))
-
-    def comparisons(self, batch: Any) -> Iterator[Comparison]:
-        """The first parts and their halves; of parts with one sample, two together, which need not fit."""
-        assert self.size is not None
-        fits = self.size > 1
-        pieces = replace(self, size=max(self.size, 2)).parts_of(batch)
-        for piece in [piece for piece in pieces if piece.samples > 1][:_MOST_COMPARISONS]:
-            halves = replace(self, size=-(-piece.samples // 2), least=1)
-            yield Comparison(piece, halves.parts_of(copied_containers(piece.batch)), fits)

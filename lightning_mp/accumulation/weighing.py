@@ -79,9 +79,8 @@ class MicroBatchWeighing:
         if self._left:
             self._check(loss, measure.items, weighting)
         if state.reference_items is None:
-            most = measure.most_tokens if weighting.weight_by == "token" else 0
-            reference = _reference(float(measure.items), float(most))
-            state = replace(state, reference_items=self._trainer.strategy.broadcast(reference))
+            reference = self._trainer.strategy.broadcast(float(measure.items) or 1.0)
+            state = replace(state, reference_items=reference)
         is_known: bool | Tensor = not measure.wrong_count
         if self._is_own_count and isinstance(measure.items, Tensor):
             is_known = (measure.items >= 0) & (measure.items < math.inf)
@@ -92,8 +91,11 @@ class MicroBatchWeighing:
     def _by_loss(self, state: AccumulationState, loss: Tensor) -> AccumulationState:
         assert state.micro_batch is not None
         declared, divisor = state.micro_batch.measure.divisor, None
-        reading = read_items(loss, divided=True, counts_sums=declared is not None)
+        reading: Items | Unknown = Items()
+        if state.micro_batch.part is not windows.NOTHING:
+            reading = read_items(loss, divided=True, counts_sums=declared is not None)
         if self._versions:
+            self.watches_gradients = False
             if self._versions != _versions(self._versions):
                 reading = Unknown("training_step writes gradients itself")
             self._versions = {}
@@ -107,10 +109,10 @@ class MicroBatchWeighing:
                 return windows.weigh_equally(state)
             if self._losses.first is None:  # no rank counts anything
                 return windows.weigh_nothing(state)
-        weight = self._losses.of(reading)
-        if weight.is_known is not True and not self._why:
-            self._why = weight.why
-        return windows.weigh_micro_batch(state, weight.items, weight.is_known, divisor)
+        items, is_known, why = self._losses.of(reading)
+        if is_known is not True:
+            self._why = self._why or why
+        return windows.weigh_micro_batch(state, items, is_known, divisor)
 
     def count(self, loss: Tensor) -> tuple[float, bool] | None:
         """The items of a loss as ``training_step`` returned it, and whether a loss function or ``mean()`` counts them.
@@ -127,10 +129,10 @@ class MicroBatchWeighing:
     def watch_gradients(self, state: AccumulationState, parameters: Iterable[nn.Parameter]) -> None:
         """A micro-batch is over: what is written before the next backward in its window is not of that loss."""
         if state.window.is_open:
-            self.watches_gradients, self._versions = False, _versions(parameters)
+            self._versions = _versions(parameters)
 
     def forget_gradients(self) -> None:
-        """Micro-batches of the window are done again: their gradients are written by us."""
+        """Gradients of the window are not written by ``training_step``: its micro-batches are done again, say."""
         self._versions = {}
 
     def weigh_equally(self, why: str) -> None:
@@ -176,11 +178,10 @@ class MicroBatchWeighing:
         line = self._losses.settle(readings)
         if line:
             rank_zero_info(line)
-        firsts = [r.means[0] for r in readings if isinstance(r, Items) and r.means]
-        if not firsts or self.is_equal:
+        totals = [float(r.means[0].total) for r in readings if isinstance(r, Items) and r.means]
+        if not totals or self.is_equal:
             return state
-        largest = max(firsts, key=lambda mean: float(mean.total))
-        return replace(state, reference_items=_reference(float(largest.total), largest.most))
+        return replace(state, reference_items=max(totals) or 1.0)
 
     def _check(self, loss: Tensor, items: Number, weighting: Weighting) -> None:
         """Warns once if the first losses are means over another number than what was chosen by hand."""
@@ -198,11 +199,6 @@ class MicroBatchWeighing:
                 f" of them, but their losses average over {first[0]:g} and {counted:g}. To weight by what the loss"
                 " averages over, use weight_by='auto' without count=."
             )
-
-
-def _reference(items: float, most: float) -> float:
-    """What factors are relative to at first: a micro-batch with few items is no measure of those to come."""
-    return most if 4 * items < most < math.inf else items or 1.0
 
 
 def _versions(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:

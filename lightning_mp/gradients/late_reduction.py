@@ -1,13 +1,11 @@
 """Gradients that a rank has computed without DDP's reduction, reduced afterwards as if in one backward."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import override
 
 
 def reduce_gradients(model: DistributedDataParallel, hooked: Iterable[Tensor]) -> None:
@@ -20,14 +18,8 @@ def reduce_gradients(model: DistributedDataParallel, hooked: Iterable[Tensor]) -
     """
     used = [p for p in hooked if p.requires_grad and p.grad is not None]
     with torch.enable_grad():
-        outputs = [_passed(p) for p in used]
-    prepare_for_backward(model, outputs)
-    torch.autograd.backward(outputs, [_zeros(p) for p in used])
-
-
-def _passed(parameter: Tensor) -> Tensor:
-    passed: Tensor = _Passed.apply(parameter)  # type: ignore[no-untyped-call]
-    return passed
+        prepare_for_backward(model, [p.view_as(p) for p in used])
+    torch.autograd.backward(used, [_zeros(p) for p in used])
 
 
 def _zeros(parameter: Tensor) -> Tensor:
@@ -36,17 +28,3 @@ def _zeros(parameter: Tensor) -> Tensor:
     if parameter.grad.is_sparse:
         return torch.zeros_like(parameter.grad)
     return parameter.new_zeros(()).expand_as(parameter)
-
-
-class _Passed(torch.autograd.Function):
-    """The identity, also for sparse gradients, which those of torch's views cannot be."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient

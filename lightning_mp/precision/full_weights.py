@@ -61,7 +61,8 @@ class TrainableDtypeCheck:
             raise MisconfigurationException(
                 f"{self._plugin} trains fp32 weights, but {len(parameters)} of {trained} trainable parameters are"
                 f" fp16: {self._listed(parameters)}. Adam would produce NaN. Load the model in fp32"
-                f" (from_pretrained(..., dtype=torch.float32)), or use MasterWeightsPrecision('16-true').{_CAST_TRAINED}"
+                " (from_pretrained(..., dtype=torch.float32)), or use MasterWeightsPrecision('16-true')."
+                + _CAST_TRAINED
             )
 
     def _warn_about_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:

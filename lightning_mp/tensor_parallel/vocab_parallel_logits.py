@@ -213,7 +213,7 @@ def cross_entropy_of_part(
     if reduction == "sum":
         return total
     number = of_target.sum(dtype=losses.dtype)  # 16 bits would round it
-    mean: Tensor = _MeanOfTargets.apply(total, number, vocabulary, len(target))  # type: ignore[no-untyped-call]
+    mean: Tensor = _MeanOfTargets.apply(total, number, vocabulary)  # type: ignore[no-untyped-call]
     return mean
 
 
@@ -222,16 +222,16 @@ class _MeanOfTargets(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, total: Tensor, number: Tensor, classes: int, rows: int) -> Tensor:
+    def forward(ctx: Any, total: Tensor, number: Tensor, classes: int) -> Tensor:
         ctx.save_for_backward(number)
-        ctx.classes, ctx.most_targets = classes, rows
+        ctx.classes = classes
         return total / number
 
     @staticmethod
     @override
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (number,) = ctx.saved_tensors
-        return gradient / number, None, None, None
+        return gradient / number, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):

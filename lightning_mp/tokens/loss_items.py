@@ -38,7 +38,6 @@ class Mean:
     factor: float | None = 1.0  # by which it enters the loss; None if the host does not know it
     parts: int = 1  # of a mean of means, how many these are
     is_even: bool | Tensor = True  # they are all over equally many
-    most: float = math.inf  # an upper bound for `total` that the host knows from shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +81,6 @@ def read_items(loss: Tensor, *, divided: bool = False, counts_sums: bool = False
             node, output = _below_lightnings_division(node)
         if node is None or type(node).__name__ == "AccumulateGrad":  # a constant
             return Items()
-        if type(node).__name__ in _OWN:
-            return node.items  # type: ignore[no-any-return, attr-defined]
         walk = _Walk()
         items = walk.read(node, output, loss)
         return replace(items, summed=_targets_of(walk.summed)) if counts_sums and walk.summed is not None else items
@@ -102,13 +99,11 @@ def _names(*names: str) -> frozenset[str]:
 
 
 _VIEWS = _names("ToCopy", "Clone", "Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ReshapeAlias")
-#: Of :mod:`lightning_mp.accumulation`: losses that say what their items are.
-_OWN = frozenset({"_NoLossBackward"})
 #: Of :mod:`lightning_mp.tensor_parallel.vocab_parallel_logits`: the mean of a cross-entropy whose classes are split.
 _SPLIT_CROSS_ENTROPY = "_MeanOfTargetsBackward"
 _SINK = "_DDPSinkBackward"  # all outputs of the wrapped module pass through it
 _PASSED = _VIEWS | _names("NanToNum") | {_SINK}
-_ADDS, _MULS, _DIVS, _STACKS = _names("Add", "Sub", "Neg"), _names("Mul"), _names("Div"), _names("Stack", "Cat")
+_ADDS, _MULS, _DIVS, _STACKS = _names("Add", "Sub", "Rsub", "Neg"), _names("Mul"), _names("Div"), _names("Stack", "Cat")
 _MEANS, _SUMS = _names("Mean"), _names("Sum", "Nansum", "Dot")
 _OF_WEIGHTS = _VIEWS | _MEANS | _SUMS | _names("Pow", "Abs", "Exp", "Neg", "Sqrt", "Select", "Norm", "LinalgVectorNorm")
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
@@ -125,8 +120,8 @@ class _Walk:
     """One walk from a loss to its means. Few Python calls: it is made for each micro-batch."""
 
     def __init__(self) -> None:
-        # Each mean's kind, number, factor, the divisions above it with the outermost first, and upper bound.
-        self._means: list[tuple[str, Number, float | None, tuple[_Division, ...], float]] = []
+        # Each mean's kind, number, factor, and the divisions above it with the outermost first.
+        self._means: list[tuple[str, Number, float | None, tuple[_Division, ...]]] = []
         # Of sums under one division: kind, number, the divisions above that one, factors.
         self._sums: dict[Any, tuple[str, Number, tuple[_Division, ...], list[float | None]]] = {}
         self._has_zero = False  # something was multiplied by 0, or a sum of no items
@@ -157,7 +152,7 @@ class _Walk:
             elif name in _MEANS or name in _SUMS or hasattr(node, "_saved_reduction"):
                 self._reduce(node, name, factor, divisions)
             elif name == _SPLIT_CROSS_ENTROPY:
-                self._add_targets(node, factor, divisions)
+                self._add_targets(node, node.classes, factor, divisions)
             elif not _is_of_weights(node):
                 raise _Unreadable(f"of {name.partition('Backward')[0]}, which is no mean")
             elif factor == 0.0:
@@ -206,15 +201,19 @@ class _Walk:
         if (kind in _ADDS or kind in _MULS or kind in _DIVS) and not clamped and _are_all_zero(below):
             factor = 0.0
         if name in _MEANS or (name not in _SUMS and node._saved_reduction == _MEAN):
-            self._add_mean(node, name, shape, factor, divisions)
+            if name.startswith("NllLoss"):
+                self._add_targets(node, shape[min(1, len(shape) - 1)], factor, divisions)
+            else:
+                kind = f"{name.partition('Backward')[0]} of {len(shape)}-d items"
+                self._means.append((kind, float(math.prod(shape)), factor, divisions))
         elif factor == 0.0 or 0 in shape:
             self._has_zero = True
         elif name not in _SUMS and node._saved_reduction != _SUM:
             raise _Unreadable(f"of {name.partition('Backward')[0]} without a reduction")
-        elif not divisions:
-            raise _Unreadable("it is a sum that nothing divides")
         else:
             self.summed = node if name.startswith("NllLoss") else None
+            if not divisions:
+                raise _Unreadable("it is a sum that nothing divides")
             above, divisor = divisions[-1]
             if divisor is None:
                 raise _Unreadable("what a sum in it is divided by is not one number, or saved-tensor hooks hide it")
@@ -223,42 +222,28 @@ class _Walk:
                 self._sums[above] = f"sum of {len(shape)}-d items / number", number, divisions[:-1], []
             self._sums[above][3].append(factor)
 
-    def _add_mean(
-        self, node: Any, name: str, shape: Any, factor: float | None, divisions: tuple[_Division, ...]
-    ) -> None:
-        number = float(math.prod(shape))
-        if not name.startswith("NllLoss"):
-            self._means.append(
-                (f"{name.partition('Backward')[0]} of {len(shape)}-d items", number, factor, divisions, number)
-            )
-            return
-        # What a cross-entropy is divided by: its targets that are not ignored, or the sum of their class weights.
-        value, classes = _saved_tensor(node._raw_saved_total_weight), shape[min(1, len(shape) - 1)]
-        if value is not None and value.dtype.itemsize < 4 and node._saved_weight is None:
-            total = _targets_of(node)  # 16 bits round a number of targets
+    def _add_targets(self, node: Any, classes: int, factor: float | None, divisions: tuple[_Division, ...]) -> None:
+        """What a cross-entropy is divided by: its targets that are not ignored, or the sum of their class weights."""
+        if type(node).__name__ == _SPLIT_CROSS_ENTROPY:
+            value, is_rounded = _saved_tensor(node._raw_saved_tensors[0]), False
         else:
-            total = on_host(value) if value is not None else None
+            value = _saved_tensor(node._raw_saved_total_weight)
+            is_rounded = value is not None and value.dtype.itemsize < 4 and node._saved_weight is None
+        total = _targets_of(node) if is_rounded else None if value is None else on_host(value)
         if total is None:
             raise _Unreadable("saved-tensor hooks or a sharded loss hide how many targets it counts")
-        self._means.append((f"targets of {classes} classes", total, factor, divisions, number / max(classes, 1)))
-
-    def _add_targets(self, node: Any, factor: float | None, divisions: tuple[_Division, ...]) -> None:
-        """The targets of a cross-entropy whose classes are split: those that a whole one counts."""
-        value = _saved_tensor(node._raw_saved_tensors[0])
-        if value is None:
-            raise _Unreadable("saved-tensor hooks hide how many targets it counts")
-        kind = f"targets of {node.classes} classes"
-        self._means.append((kind, on_host(value), factor, divisions, float(node.most_targets)))
+        self._means.append((f"targets of {classes} classes", total, factor, divisions))
 
     def _items(self, form: tuple[str, ...], loss: Tensor) -> Items:
         for kind, number, divisions, factors in self._sums.values():
             factor = None if None in factors else math.fsum(factors) / len(factors)  # type: ignore[arg-type]  # no None
-            self._means.append((kind, number, factor, divisions, math.inf))
-        if len(self._means) == 1 and not self._means[0][3]:
-            kind, total, only_factor, _, most = self._means[0]
-            means = [Mean(kind, total, only_factor, most=most)]
-        else:
-            means = _means_of_means(self._means)
+            self._means.append((kind, number, factor, divisions))
+        means: list[Mean] = []
+        for kind, total, factor, divisions in self._means:
+            if divisions:
+                means = _means_of_means(self._means)
+                break
+            means.append(Mean(kind, total, factor))
         if means and len(self._means) == len(self._sums):
             total = means[0].total
             if isinstance(total, Tensor) or total == means[0].parts:
@@ -296,22 +281,21 @@ def _means_of_means(found: list[Any]) -> list[Mean]:
     for ((at, divisor), kind), group in groups.items():
         factors: list[float | None] = []
         is_even: bool | Tensor = True
-        for _, total, factor, divisions, _ in group:
+        for _, total, factor, divisions in group:
             is_even = is_even & (total == group[0][1])
             for _, above in divisions:
                 known = factor is not None and isinstance(above, float)
                 factor = (factor / above if above else math.inf) if known else None
             factors.append(factor)
         if isinstance(divisor, float) and divisor == len(group):
-            _, total, _, _, most = group[0]
-            parts = len(group)
+            parts, total = len(group), group[0][1]
             joined = None if None in factors else math.fsum(factors)  # type: ignore[arg-type]  # no None
-            result.append(Mean(f"means of {kind}", total * parts, joined, parts, is_even, most * parts))
+            result.append(Mean(f"means of {kind}", total * parts, joined, parts, is_even))
             continue
         if at is not None and not (isinstance(divisor, float) and divisor == 0.0):
             kind = f"{kind} / {divisor:g}" if isinstance(divisor, float) else f"{kind} / a number of the device"
-        for (_, total, _, _, most), factor in zip(group, factors, strict=True):
-            result.append(Mean(kind, total, factor, most=most))
+        for one, factor in zip(group, factors, strict=True):  # no comprehension: a Python call
+            result.append(Mean(kind, one[1], factor))
     return result
 
 

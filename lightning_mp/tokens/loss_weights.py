@@ -15,7 +15,6 @@ pairs.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -35,16 +34,10 @@ from lightning_mp.core.saved_state import (
 from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown
 
 _CLOSE = 1e-5  # relative; counts on a device are float32
-_MOST_FORMS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """What one loss weighs."""
-
-    items: Number  # how many it counts; of no use where they are unknown
-    is_known: bool | Tensor = True  # a tensor where the host would have to wait for it
-    why: str = ""  # it is not known
+#: How many items one loss counts; whether that is known, a tensor where the host would have to wait for it; why not.
+Weight = tuple[Number, bool | Tensor, str]
 
 
 class LossWeights:
@@ -102,30 +95,24 @@ class LossWeights:
         first = self.first
         assert first is not None
         if isinstance(reading, Unknown):
-            return Weight(0.0, False, reading.reason)
+            return 0.0, False, reading.reason
         if not reading.means:
-            if reading.form in self._forms:
-                return Weight(0.0, False, "a factor of it is 0 at times")
-            return Weight(0.0)
+            return 0.0, reading.form not in self._forms, "a factor of it is 0 at times"
         position, factor, many = self._deciding(reading)
         if position < 0:
-            return Weight(0.0, False, f"it counts {reading.means[0].kind}, the first loss {first.means[0].kind}")
+            return 0.0, False, f"it counts {reading.means[0].kind}, the first loss {first.means[0].kind}"
         main = reading.means[position]
         if isinstance(main.total, float) and not 0 <= main.total < math.inf:
-            return Weight(0.0, False, f"it is a mean over {main.total:g} items")
-        before = self._forms.get(reading.form)
-        if before is None:
-            before = factor if many == self._many else self._forms[first.form]
-            if factor is not None and math.isfinite(factor) and len(self._forms) < _MOST_FORMS:
-                self._forms[reading.form] = factor
-        if factor is None or before is None:
-            return Weight(main.total, False, "it is multiplied by a number on the device")
+            return 0.0, False, f"it is a mean over {main.total:g} items"
+        if factor is None:
+            return main.total, False, "it is multiplied by a number on the device"
         if not math.isfinite(factor):  # as its gradient, with which no step is made
-            return Weight(main.total)
+            return main.total, True, ""
+        before = self._forms.setdefault(reading.form, factor if many == self._many else self._forms[first.form])
         if not abs(factor - before) <= _CLOSE * abs(before):
-            return Weight(main.total, False, f"it is multiplied by {factor:g}, and one before it by {before:g}")
+            return main.total, False, f"it is multiplied by {factor:g}, and one before it by {before:g}"
         if len(reading.means) == len(first.means) == 1 and main.parts == first.means[0].parts == 1:
-            return Weight(main.total)
+            return main.total, True, ""
         return self._compare(reading, main)
 
     def _deciding(self, reading: Items) -> tuple[int, float | None, int]:
@@ -161,14 +148,14 @@ class LossWeights:
             unit = _scale_of(means, first, main)
         is_same, scale = unit is not None, main.total if unit is None else unit
         if not is_same and not _are_over_one_number(first):
-            return Weight(main.total, False, self._out_of_proportion(reading))
+            return main.total, False, self._out_of_proportion(reading)
         for index, mean in enumerate(means):
             expected = scale * first[index].total if is_same else scale
             is_close = abs(mean.total - expected) <= _CLOSE * expected  # type: ignore[operator]  # numbers, or tensors
             is_known = is_known & is_close & mean.is_even
         if is_known is not True and len(means) > 1:
             why = self._out_of_proportion(reading)
-        return Weight(main.total, is_known, why)
+        return main.total, is_known, why
 
     def _out_of_proportion(self, reading: Items) -> str:
         assert self.first is not None

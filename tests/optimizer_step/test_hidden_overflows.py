@@ -285,6 +285,39 @@ def test_ten_steps_without_a_gradient_are_told_once(empty: Any, on_parameters: b
         assert sum(str(warning.message).startswith(start) for warning in caught) == times
 
 
+class Times(Regression):
+    factor = 1e-12
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.factor * super().training_step(batch, batch_idx)
+
+
+class ClearsOverflows(Empties, Times):
+    factor = 50.0
+
+
+@pytest.mark.parametrize(
+    ("make", "idle_at", "trains_at"),
+    [(lambda: ClearsOverflows(clear_if_not_finite, False), 2.0**24, 1.0), (lambda: Times(sgd), 1.0, 2.0**24)],
+    ids=["overflows are cleared", "underflow"],
+)
+def test_both_causes_of_such_steps_are_named_and_another_scale_tells_them_apart(
+    make: Callable[[], Any], idle_at: float, trains_at: float
+) -> None:
+    for scale, is_idle in ((idle_at, True), (trains_at, False)):
+        scaler = LossScaler("cpu", init_scale=scale, growth_interval=1000)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(make(), regression_batches(12), plugin=AutocastPrecision("16-mixed", scaler=scaler))
+        found = [text for w in caught if "had no gradient, or zeros, at loss scale" in (text := str(w.message))]
+        assert len(found) == is_idle
+        for part in (
+            "Remove code that clears or replaces non-finite gradients",
+            "if gradients underflow (zeros at",
+        ):
+            assert all(part in text for text in found)
+
+
 @pytest.mark.parametrize(
     ("overflows", "batches", "told"),
     [(range(10), 10, True), (range(3), 3, True), (range(0, 30, 2), 30, True), (range(9), 30, False)],

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lent_models import FLAT, Fitted, fit, mlp, same
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import master_weights
 from small_models import loader, quiet_trainer, weights
 from split_reference import EVERY_CLASS, away, bits, round_to_24_bits
@@ -446,11 +445,6 @@ def test_a_checkpoint_inside_of_the_run_holds_the_same(tmp_path: Path) -> None:
     for step in range(1, 7):
         first, second = (torch.load(tmp_path / f"{s}-{step}.ckpt", weights_only=True) for s in ("fp32", "remainder"))
         assert same(list(first["state_dict"].values()), list(second["state_dict"].values()))
-
-
-def test_fp16_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="an fp32 number is not an fp16 number plus more bits"):
-        MasterWeightsPrecision("16-true", storage="remainder")
 
 
 def test_a_micro_batch_costs_few_calls_per_weight() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision
-from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches
+from small_models import Regression, Trained, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,16 +22,12 @@ from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, 
 SIDE = 128
 
 
-class OneMatrix(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIDE, SIDE, bias=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+def one_matrix() -> Trained:
+    return Trained(
+        lambda module, batch: module.layer(batch).float().square().mean(),
+        partial(torch.optim.AdamW, lr=1e-3),
+        layer=lambda: nn.Linear(SIDE, SIDE, bias=False),
+    )
 
 
 @pytest.fixture
@@ -88,7 +84,7 @@ def test_the_table_of_bytes_adds_up() -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_bytes_per_parameter_are_those_of_the_table(row: str) -> None:
     measure = Measure()
-    fit(OneMatrix(), [torch.ones(2, SIDE)] * 3, measure, plugin=ROWS[row]())
+    fit(one_matrix(), [torch.ones(2, SIDE)] * 3, measure, plugin=ROWS[row]())
     assert measure.between / SIDE**2 == documented()[row][-1]
     during = {'``storage="fp32"``': 4}
     if row in during:
@@ -121,18 +117,14 @@ def step_calls(module: pl.LightningModule, plugin: Any) -> int:
 def test_python_calls_per_weight_and_step() -> None:
     """Lightning's own loop makes 13.5 of them; one backward of an autograd function is 3."""
 
-    class Many(pl.LightningModule):
-        def __init__(self, layers: int) -> None:
-            super().__init__()
-            self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    def many(layers: int) -> Trained:
+        return Trained(
+            lambda module, batch: module.net(batch).square().mean(),
+            partial(torch.optim.AdamW, foreach=True),
+            net=lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))),
+        )
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.net(batch).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), foreach=True)
-
-    few, many = (step_calls(Many(layers), MasterWeightsPrecision("bf16-true")) for layers in (10, 60))
+    few, many = (step_calls(many(layers), MasterWeightsPrecision("bf16-true")) for layers in (10, 60))
     assert (many - few) / 100 <= 22
 
 
