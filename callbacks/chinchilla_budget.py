@@ -17,6 +17,7 @@ from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.run_state import RunState
@@ -119,11 +120,13 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         self.flops = None if flops is None else parse_quantity(flops, "flops")
         self.device_hours = device_hours
         self._tokens = None if tokens is None else whole_tokens(tokens, "tokens", "ChinchillaBudget")
-        for name, value, allowed in (("parameters", parameters, Counted), ("on_waste", on_waste, OnWaste)):
-            if value not in get_args(allowed):
-                raise ValueError(
-                    f"ChinchillaBudget({name}={value!r}) is unknown; it must be one of {get_args(allowed)}."
-                )
+        words = (
+            ("parameters", parameters, Counted),
+            ("on_waste", on_waste, OnWaste),
+            ("landing", landing, LandingMode),
+        )
+        for name, value, allowed in words:
+            refuse_unknown(value, name, "ChinchillaBudget", get_args(allowed))
         # These raise on a wrong argument now, not at set-up.
         TokenBudget(1 if self._tokens is None else self._tokens, landing)
         Weighting("auto", count)

@@ -19,10 +19,10 @@ _PLACES: tuple[tuple[type, str], ...] = (
 )
 
 
-def place_hint(part: object) -> str:
+def place_hint(part: object, place: str = "") -> str:
     """Where a part belongs, for the ``repr`` in an error of a Trainer; "" elsewhere."""
-    place = _place_of(part)
-    return f", {place}" if place and asking_module() in _CONNECTORS else ""
+    place = place or _place_of(part)
+    return f" ({place})" if place and asking_module() in _CONNECTORS else ""
 
 
 def asking_module() -> str:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_mp.core.known_words import refuse_unknown
+
 #: From the fraction of the budget that is spent to the factor of the peak learning rate.
 TokenSchedule = Callable[[float], float]
 
@@ -212,5 +214,4 @@ def _check(schedule: object, name: str, high: float = 1.0) -> None:
 
 
 def _check_shape(schedule: object, shape: str) -> None:
-    if not isinstance(shape, str) or shape not in _SHAPES:
-        raise ValueError(f"{type(schedule).__name__}(shape={shape!r}) is unknown; it must be one of {COOLDOWN_SHAPES}.")
+    refuse_unknown(shape, "shape", type(schedule).__name__, COOLDOWN_SHAPES)

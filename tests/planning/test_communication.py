@@ -359,7 +359,9 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="12 ranks that are 1 apart do not fill nodes of 8 GPUs evenly"):
         Transfer("gradients", "all_reduce", 8, 12).bytes_by_link(8)
     two = ParallelLayout(shards=2)
-    with pytest.raises(ValueError, match="`precision` 'fp8' is not known. Use one of 32-true"):
+    with pytest.raises(
+        ValueError, match="`precision` 'fp8' is not known. Did you mean 'fp8-mixed'\\? Use one of 32-true"
+    ):
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, precision="fp8")
     with pytest.raises(ValueError, match="Unknown `gradient_sync` 'step'. Use one of window, micro_batch"):
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, gradient_sync="step")  # type: ignore[arg-type]
