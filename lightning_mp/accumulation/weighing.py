@@ -15,7 +15,7 @@ from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, is_single_micro_batch_step
 from lightning_mp.core import private_tensor_api
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.ranks import all_gathered
+from lightning_mp.core.ranks import all_gathered, world_size
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN
 from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown, read_items
@@ -102,11 +102,15 @@ class MicroBatchWeighing:
             divisor = reading.means[0].total if reading.means else None
             reading = Items((Mean("targets of a sum", reading.summed),))
         if self._losses.first is None:
-            if self.may_meet:
+            meets = self.may_meet or world_size() == 1
+            if meets:
                 state = self._meet(state, reading)
-            if self.is_equal:
+            counts_nothing = isinstance(reading, Items) and not reading.means
+            # A later part of the micro-batch in which ranks have met, none of which counted anything.
+            is_too_late = not meets and self._losses.first is None and not counts_nothing
+            if self.is_equal or is_too_late:
                 return windows.weigh_equally(state)
-            if self._losses.first is None:  # no rank counts anything
+            if self._losses.first is None:
                 return windows.weigh_nothing(state)
         items, is_known, why = self._losses.of(reading)
         if is_known is not True:

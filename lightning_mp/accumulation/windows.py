@@ -297,10 +297,11 @@ def weigh_micro_batch(
 
 
 def weigh_nothing(state: AccumulationState) -> AccumulationState:
-    """The current micro-batch has no items, and its gradient is 0."""
+    """The current micro-batch has no items, and its gradient is 0; so is the weight of a part in what is logged."""
     assert state.micro_batch is not None
     measure = replace(state.micro_batch.measure, items=0.0, divisor=None)
-    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=1.0))
+    factor = 1.0 if state.micro_batch.part is None else 0.0
+    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor))
 
 
 def weigh_equally(state: AccumulationState) -> AccumulationState:

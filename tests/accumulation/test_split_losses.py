@@ -84,6 +84,12 @@ def mined(out: Tensor) -> Tensor:
     return violations[violations > 0]
 
 
+def selected(out: Tensor, batch: Any) -> Tensor:
+    """The samples of a part may all be left out, also those of a run's first one."""
+    chosen = batch["y"][:, 0] > 0.5
+    return F.mse_loss(out[chosen], batch["y"][chosen]) if chosen.any() else 0 * out.sum()
+
+
 #: Means and sums over samples, tokens, elements or class weights: exact.
 EXACT: dict[str, Loss] = {
     "cross-entropy over labels that are not -100": lambda out, b: F.cross_entropy(out, b["labels"]),
@@ -91,6 +97,8 @@ EXACT: dict[str, Loss] = {
     "masked sum over its number": lambda out, b: masked(out, b) / number(b),
     "masked sum over a clamped number": lambda out, b: masked(out, b) / number(b).clamp(min=1),
     "mean over hard examples": lambda out, b: mined(out).mean(),
+    "sum over hard examples": lambda out, b: mined(out - 0.5).sum() / max(1, len(mined(out - 0.5))),
+    "zero without a sample": selected,
     "mean of squares": lambda out, b: F.mse_loss(out, b["y"]),
     "mean and a term of weights": lambda out, b: F.mse_loss(out, b["y"]),
     "two means over one number": lambda out, b: F.mse_loss(out, b["y"]) + 0.1 * F.smooth_l1_loss(out, b["y"]),
@@ -106,6 +114,7 @@ EXACT: dict[str, Loss] = {
 JOINED: dict[str, Loss] = {
     "in-batch negatives": lambda out, b: F.cross_entropy(out @ out.T, torch.arange(len(out))),
     "variance over the batch": lambda out, b: out.var(0, correction=0).mean(),
+    "distances of pairs": lambda out, b: F.pdist(out).mean(),
     "dice over the batch": lambda out, b: (
         1 - 2 * (out.sigmoid() * (b["y"] > 0)).sum() / (out.sigmoid() + (b["y"] > 0)).sum()
     ),
@@ -155,11 +164,13 @@ def test_means_and_sums_have_the_gradient_and_the_logs_of_the_whole(limit: int, 
             assert float(split_trainer.callback_metrics[key]) == pytest.approx(float(value), rel=1e-5), (name, key)
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_losses_that_do_not_add_up_are_refused_with_numbers_before_a_step(window: int) -> None:
+@pytest.mark.parametrize(("limit", "window"), [(4, 1), (4, 3), (1, 1)])
+def test_losses_that_do_not_add_up_are_refused_with_numbers_before_a_step(limit: int, window: int) -> None:
     for name, loss in JOINED.items():
-        model = Model(loss, 4)
-        with pytest.raises(MisconfigurationException, match=r"the loss of 4 samples is .* neither their mean nor") as e:
+        model = Model(loss, limit)
+        with pytest.raises(
+            MisconfigurationException, match=r"the loss of [24] samples is .* neither their mean nor"
+        ) as e:
             fit(model, batches(), MicroBatchOnOOM(), accumulate_grad_batches=window)
         assert "(over " in str(e.value), name
         assert not model.gradients, name
