@@ -199,9 +199,7 @@ class _Walk:
             return
         clamped = bool(divisions) and divisions[-1][1] == 1.0  # no items: a sum of nothing divided by 1
         is_product = kind in _ADDS or kind in _MULS or kind in _DIVS
-        if (
-            is_product and not clamped and _are_all_zero(below) and math.prod(shape) > 1
-        ):  # of one item it may be the mask
+        if is_product and not clamped and _are_all_zero(below) and math.prod(shape) > 1:  # else it may be a mask
             factor = 0.0
         if name in _MEANS or (name not in _SUMS and node._saved_reduction == _MEAN):
             if name.startswith("NllLoss"):
