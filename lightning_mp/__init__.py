@@ -53,7 +53,7 @@ if TYPE_CHECKING or not _only_answers_a_command():
     from lightning_mp.gradients.comm_hook import reduced_precision_hook
     from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
     from lightning_mp.optimizer_step.loss_scaler import LossScaler
-    from lightning_mp.optimizers import JointOptimizer, matrices_and_rest
+    from lightning_mp.optimizers import JointOptimizer, bf16_moments, matrices_and_rest
     from lightning_mp.policy.policy import PrecisionPolicy
     from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
     from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
@@ -95,6 +95,7 @@ __all__ = [
     "WarmupCosine",
     "WarmupStableDecay",
     "__version__",
+    "bf16_moments",
     "checkpoints",
     "compare_precisions",
     "diagnostics",

@@ -7,6 +7,7 @@ orthogonalised on one rank.
 
     python recipes/muon_adamw.py                              # any CPU, a few seconds
     python recipes/muon_adamw.py --strategy fsdp2 --devices 2  # or ddp
+    python recipes/muon_adamw.py --split auto                  # queries, keys and values apart
     python recipes/muon_adamw.py --optimizer adamw             # AdamW alone, for comparison
     torchrun --nproc-per-node=8 recipes/muon_adamw.py --strategy fsdp2 --devices 8 --full
 
@@ -33,16 +34,17 @@ GLOBAL_BATCH = 16
 class MuonLanguageModel(LanguageModel):
     """The small GPT, with a joint optimizer under one schedule."""
 
-    optimizer, steps, rate = "muon", 200, 1.0
+    optimizer, split, steps, rate = "muon", {}, 200, 1.0
 
     def configure_optimizers(self):
-        (matrices, rest), rate = matrices_and_rest(self), self.rate
+        (matrices, rest), rate = matrices_and_rest(self, split=self.split), self.rate
         if self.optimizer == "muon":
             if self.trainer.is_global_zero:
-                print(f"{len(matrices)} matrices for Muon, {len(rest)} other tensors for AdamW")
+                count = sum(len(group["params"]) for group in matrices)
+                print(f"{count} matrices for Muon, {len(rest)} other tensors for AdamW")
             optimizer = JointOptimizer([Muon(matrices, lr=0.02 * rate), AdamW(rest, lr=3e-3 * rate)], module=self)
         else:
-            groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest}]
+            groups = [*({**group, "weight_decay": 0.1} for group in matrices), {"params": rest}]
             optimizer = AdamW(groups, lr=1e-2 * rate, weight_decay=0.0)
         # One schedule scales both learning rates: warm-up over 20 steps, then linearly down to zero.
         schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / self.steps))
@@ -74,7 +76,9 @@ class Data(pl.LightningDataModule):
         return HeldOutBatches(self.text.validation, max_batches=8, **self.part())
 
 
-def main(strategy: str, devices: int, optimizer: str, seed: int, steps: int, rate: float, full: bool) -> None:
+def main(
+    strategy: str, devices: int, optimizer: str, split: str, seed: int, steps: int, rate: float, full: bool
+) -> None:
     pl.seed_everything(seed, verbose=False)
     layers, heads, width, block_tokens = (12, 12, 768, 1024) if full else (2, 2, 32, 64)
     trainer = pl.Trainer(
@@ -94,6 +98,7 @@ def main(strategy: str, devices: int, optimizer: str, seed: int, steps: int, rat
     with trainer.init_module():
         module = MuonLanguageModel(layers=layers, heads=heads, width=width, block_tokens=block_tokens)
     module.optimizer, module.steps, module.rate = optimizer, steps, rate
+    module.split = "auto" if split == "auto" else {}
     trainer.fit(module, datamodule=Data(block_tokens, seed))
     loss = trainer.validate(module, datamodule=Data(block_tokens, seed), verbose=False)[0]["val/loss"]
     if trainer.is_global_zero:
@@ -105,6 +110,7 @@ if __name__ == "__main__":
     parser.add_argument("--strategy", choices=["auto", "ddp", "fsdp2"], default="auto")
     parser.add_argument("--devices", type=int, default=1, help="ranks; 16 sequences of a batch are divided among them")
     parser.add_argument("--optimizer", choices=["muon", "adamw"], default="muon")
+    parser.add_argument("--split", choices=["none", "auto"], default="none", help="what Muon orthogonalises apart")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rate", type=float, default=1.0, help="multiplies all learning rates")

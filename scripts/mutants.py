@@ -113,6 +113,7 @@ def survives(mutant: Mutant, package: str, copy: Path, *, full: bool, seconds: i
     changed = copy / mutant.path.relative_to(ROOT)
     changed.write_text(mutant.text)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{package}"]
+    command += ["tests/refusals"]  # the argument checks of all packages
     command += [str(mutant.path.relative_to(ROOT))]  # its doctests
     if not full:
         command += ["-m", "not full"]

@@ -90,7 +90,7 @@ if [ "$what" = check ]; then
     accelerator=gpu workers=10 gpu_tests="$(grep -rl mark.gpu tests --include="test_*.py")"
     quick="tests/precision tests/optimizer_step tests/gradients tests/accumulation tests/callbacks"
     if [ -n "$toy" ]; then
-        accelerator=record workers=2 gpu_tests=tests/precision/test_masters_on_gpu.py quick=tests/layout/test_on_gpu.py
+        accelerator=record workers=2 gpu_tests=tests/precision/test_masters_on_gpu.py quick=tests/tools/test_on_gpu.py
     fi
     # The compiler's warm-up uses few cores at a time.
     (part warm_up "$seconds" "$python" tests/benchmarks/bench_gpu.py ${toy:+--toy} --warm-up --out "$folder/warm_up" \

@@ -16,10 +16,10 @@ from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.sync import Sync, gradient_sync
-from lightning_mp.optimizer_step.closures import requires_closure
 from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
+from lightning_mp.optimizers.evaluations import requires_closure
 
 
 def refuse_repeated_losses(trainer: "pl.Trainer") -> None:

@@ -31,10 +31,11 @@ from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE, checked_state, or_none
 from lightning_mp.gradients import gradient_ops
+from lightning_mp.gradients.sync import reduce_first_backward
 from lightning_mp.modules.stage_placeholder import is_pipelined
-from lightning_mp.optimizer_step.closures import requires_closure
 from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.optimizer_step.outcome import StepOutcome
+from lightning_mp.optimizers.evaluations import requires_closure
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
@@ -226,6 +227,7 @@ class AccumulationController(RunCounts):
         from lightning_mp.accumulation.weighing import MicroBatchWeighing
 
         self._fit.weighing = MicroBatchWeighing(trainer, self.settings, self.losses)
+        reduce_first_backward(trainer, self._fit.weighing.forget_gradients)
         if pl_module.automatic_optimization:
             replace_missing_losses(trainer, lambda: setattr(self._fit, "has_no_loss", True))
         if overrides(pl_module, pl.LightningModule, "backward"):

@@ -95,6 +95,7 @@ class MicroBatchWeighing:
         if state.micro_batch.part is not windows.NOTHING:
             reading = read_items(loss, divided=True, counts_sums=declared is not None)
         if self._versions:
+            self.watches_gradients = False
             if self._versions != _versions(self._versions):
                 reading = Unknown("training_step writes gradients itself")
             self._versions = {}
@@ -132,10 +133,10 @@ class MicroBatchWeighing:
     def watch_gradients(self, state: AccumulationState, parameters: Iterable[nn.Parameter]) -> None:
         """A micro-batch is over: what is written before the next backward in its window is not of that loss."""
         if state.window.is_open:
-            self.watches_gradients, self._versions = False, _versions(parameters)
+            self._versions = _versions(parameters)
 
     def forget_gradients(self) -> None:
-        """Micro-batches of the window are done again: their gradients are written by us."""
+        """Gradients of the window are not written by ``training_step``: its micro-batches are done again, say."""
         self._versions = {}
 
     def weigh_equally(self, why: str) -> None:

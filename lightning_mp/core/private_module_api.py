@@ -34,7 +34,8 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
 class InterceptedCall:
     """Is called in the place of a module's own call, until :meth:`remove`; subclasses define ``__call__``.
 
-    ``Module.__call__`` asks for a compiled call first, and finds this. torch.compile never traces it, and copies and
+    ``Module.__call__`` asks for a compiled call first, and finds this. torch.compile traces it only for modules with
+    hooks or a forward of their own; others it calls by their forward. Copies and
     pickles of the module leave it out.
     """
 

@@ -172,11 +172,14 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     step(optimizer)
 
 
-def has_other_step_hooks(before: RemovableHandle, after: RemovableHandle) -> bool:
-    """Whether more is called around an optimizer's steps than these hooks, and one before any optimizer's."""
+def has_other_step_hooks(before: RemovableHandle, after: RemovableHandle, *, besides: type) -> bool:
+    """Whether more is called around an optimizer's steps than these hooks, and one before any optimizer's.
+
+    Hooks that are objects of the class ``besides`` do not count.
+    """
     own = before.hooks_dict_ref(), after.hooks_dict_ref()
     return (
-        any(hooks is None or len(hooks) > 1 for hooks in own)
+        any(hooks is None or sum(not isinstance(hook, besides) for hook in hooks.values()) > 1 for hooks in own)
         or len(_OPTIMIZER_MODULE._global_optimizer_pre_hooks) > 1
         or len(_OPTIMIZER_MODULE._global_optimizer_post_hooks) > 0
     )

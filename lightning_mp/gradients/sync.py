@@ -1,10 +1,11 @@
 """When ranks reduce their gradients under sharding: once per window, or at every micro-batch."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Literal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_mp.core import private_sharding_api
+from lightning_mp.core.patches import Patches
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.modules.whole_parameters import whole_parameters
 
@@ -32,23 +34,6 @@ class GradientSync:
     def detach(self) -> None:
         """Leaves the modules as they were."""
         self.end()
-
-
-class _StaticGraphDDP(GradientSync):
-    """``DDP(static_graph=True)`` learns its graph in the first backward, which has to reduce, or torch asserts."""
-
-    def __init__(self) -> None:
-        self._learnt = False
-
-    @override
-    def begin(self, *, closes: bool) -> None:
-        if not closes and not self._learnt:
-            raise MisconfigurationException(
-                "DDPStrategy(static_graph=True) must reduce gradients in the first micro-batch of a run, but the first"
-                " window of AccumulationScheduler reduces them in its last. Leave static_graph out, or begin with a"
-                " window of one: AccumulationScheduler({0: 1, 1: 8}, unit='step')."
-            )
-        self._learnt = True
 
 
 class _FSDP2Sync(GradientSync):
@@ -102,8 +87,7 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
                 f" {type(trainer.strategy).__name__} does not shard them. Leave sync out: gradients are then reduced"
                 " once per window."
             )
-        static = isinstance(model, DistributedDataParallel) and model.static_graph
-        return _StaticGraphDDP() if static else None
+        return None
     unsharded, sharded = unsharded_gradient_bytes(model)
     if sync == "micro_batch":
         rank_zero_info(
@@ -118,6 +102,34 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
         " reduces at every micro-batch."
     )
     return _FSDP2Sync(units) if units else _FSDP1Sync(roots)
+
+
+def reduce_first_backward(trainer: "pl.Trainer", after_second_forward: Callable[[], None]) -> None:
+    """Has ``DDP(static_graph=True)`` reduce in the first backward of a run, also where that does not close a window.
+
+    DDP learns its graph there; where it is not to reduce, torch (2.15 too) ends with an internal assertion:
+    https://github.com/pytorch/pytorch/issues/143580. The gradient is the same, as the next reduction leaves a mean over
+    ranks as it is. In the second forward DDP lays out its buckets anew, and writes gradients that are views of them.
+    """
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel) or not model.static_graph:
+        return
+    num_forwards = 0
+
+    def block_backward_sync() -> AbstractContextManager[None]:
+        return blocked.original() if num_forwards else nullcontext()
+
+    def count(module: nn.Module, *_: Any) -> None:
+        nonlocal num_forwards
+        num_forwards += torch.is_grad_enabled()  # not those of a sanity check
+        if num_forwards == 2:
+            handle.remove()
+            after_second_forward()
+
+    patches = Patches.of(trainer)
+    blocked = patches.replace(trainer.strategy, "block_backward_sync", block_backward_sync)
+    handle = model.register_forward_hook(count)
+    patches.at_end(handle.remove)
 
 
 def unsharded_gradient_bytes(model: nn.Module) -> tuple[int, int]:

@@ -9,8 +9,11 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_optimizer_api, private_tensor_api
 from lightning_mp.gradients import gradient_ops
 
-GradientsBeforeBackward = Mapping[Optimizer, Mapping[Tensor, tuple[Tensor, int]]]
-"""What the step of an optimizer left behind: gradients and their versions, as they were before the next backward."""
+Gradients = Mapping[Tensor, tuple[Tensor, int]]
+"""The gradients of parameters, and their versions."""
+
+GradientsBeforeBackward = Mapping[Optimizer, Gradients]
+"""What the step of an optimizer left behind, as it was before the next backward."""
 
 
 def gradients_before_backward(
@@ -20,12 +23,18 @@ def gradients_before_backward(
     if not private_optimizer_api.has_stepped(scaler):
         return known
     new = (o for o in optimizers if o not in known and private_optimizer_api.has_stepped(scaler, o))
-    return {**known, **{optimizer: _gradients_of(optimizer) for optimizer in new}}
+    return {**known, **{optimizer: gradients_of(optimizer) for optimizer in new}}
 
 
-def _gradients_of(optimizer: Optimizer) -> Mapping[Tensor, tuple[Tensor, int]]:
+def gradients_of(optimizer: Optimizer) -> Gradients:
+    """Those that its parameters hold."""
     with_gradient = gradient_ops.parameters_with_gradient(optimizer)
     return {p: (p.grad, _version(p.grad)) for p in with_gradient if p.grad is not None}
+
+
+def has_new_gradients(optimizer: Optimizer, left: Gradients) -> bool:
+    """Whether a parameter's gradient is another one since, or was added to."""
+    return any(not _is_left(p, left) for p in gradient_ops.parameters_with_gradient(optimizer))
 
 
 def update_scale(
@@ -55,7 +64,7 @@ def _waiting(scaler: "torch.amp.GradScaler", optimizer: Optimizer, left: Gradien
     return [p for p in with_gradient if not _is_left(p, left[optimizer])]
 
 
-def _is_left(parameter: Tensor, left: Mapping[Tensor, tuple[Tensor, int]]) -> bool:
+def _is_left(parameter: Tensor, left: Gradients) -> bool:
     gradient, version = left.get(parameter, (None, 0))
     return gradient is not None and gradient is parameter.grad and _version(gradient) == version
 

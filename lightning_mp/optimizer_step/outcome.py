@@ -209,14 +209,27 @@ class StepOutcomeDispatcher:
         if module_hook is not None:
             module_hook(pending.optimizer, outcome)
 
+    def steps_taken(self) -> int:
+        """Steps that changed weights, over all runs; in the middle of a step, before it.
+
+        Waits for the outcome of the last step if that is still on its way.
+        """
+        pending, skipped_steps = self._pending, self.skipped_steps
+        if pending is not None and pending.step_index < self._trainer.global_step:
+            skipped_steps += pending.numbers.read()[0] != 0.0
+        return self._trainer.global_step - skipped_steps
+
     def _warn_if_idle(self, outcome: StepOutcome, pending: _Pending) -> None:
         is_idle = outcome.stepped and outcome.grad_norm == 0.0 and pending.report.loss_scale is not None
         self._idle_steps = self._idle_steps + 1 if is_idle else 0
         if self._idle_steps == IDLE_STEPS:
             rank_zero_warn(
                 f"The last {IDLE_STEPS} steps of {type(pending.optimizer).__name__} had no gradient, or zeros, at loss"
-                f" scale {outcome.loss_scale:g}. Leave code out that clears or replaces non-finite gradients: such"
-                " steps are skipped until the scale has fallen far enough.",
+                f" scale {outcome.loss_scale:g}. Either code clears or replaces non-finite gradients: leave it out, as"
+                " such steps are skipped until the scale has fallen far enough. Or all gradients underflow in 16 bit:"
+                " raise the scale with LossScaler(init_scale=...), or train in 'bf16-mixed'. To tell them apart, begin"
+                " with a much lower scale: there overflows end and gradients are no longer zero; where they underflow,"
+                " they stay zero.",
                 category=RuntimeWarning,
             )
 

@@ -19,6 +19,7 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.optimizer_step.gradient_observers import overrides
+from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_of, has_new_gradients
 
 
 class ScaledBackwards:
@@ -31,6 +32,7 @@ class ScaledBackwards:
         self._found_inf: dict[Optimizer, Tensor] = {}
         self._with_scaled_gradients: set[Optimizer] = set()
         self._is_scaled_by_hand = False
+        self._before: GradientsBeforeBackward = {}  # what earlier batches have left, until the backward ends
         if is_manual:
             self._scale = Patches.of(trainer).replace(scaler, "scale", self._scale_by_hand)
 
@@ -46,8 +48,11 @@ class ScaledBackwards:
         return backwards
 
     def scale(self, scaler: "torch.amp.GradScaler", loss: Tensor) -> Tensor:
-        """The plugin's own scaling of a loss."""
-        scaled: Tensor = self._scale.original(loss) if self._is_manual else scaler.scale(loss)
+        """The plugin's own scaling of a loss, before its backward."""
+        if not self._is_manual:
+            return scaler.scale(loss)
+        self._before = {optimizer: gradients_of(optimizer) for optimizer in self._trainer.optimizers}
+        scaled: Tensor = self._scale.original(loss)
         return scaled
 
     def _scale_by_hand(self, outputs: Any) -> Any:
@@ -57,10 +62,13 @@ class ScaledBackwards:
 
     def note(self) -> None:
         """After a backward, before the hooks that may change its gradients."""
+        optimizers: Iterable[Optimizer] = self._trainer.optimizers
         if self._is_manual:
-            self._with_scaled_gradients |= {o for o in self._trainer.optimizers if _has_gradient(o)}
+            before, self._before = self._before, {}
+            optimizers = [o for o in optimizers if has_new_gradients(o, before.get(o, {}))]
+            self._with_scaled_gradients.update(optimizers)
         if self._reads:
-            for optimizer in self._trainer.optimizers:
+            for optimizer in optimizers:
                 self._note_overflow(optimizer)
 
     def _note_overflow(self, optimizer: Optimizer) -> None:
@@ -106,7 +114,3 @@ def unscaled_gradients(optimizer: Optimizer, plugin: object, scale: float) -> Ru
         " self.manual_backward(loss) in place of loss.backward(), or scale the loss by"
         " self.trainer.precision_plugin.scaler.scale(loss)."
     )
-
-
-def _has_gradient(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

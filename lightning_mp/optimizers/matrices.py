@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_mp.checkpoints.fused_qkv import fused_orders
 from lightning_mp.core.messages import listed
+from lightning_mp.optimizers.fused_layers import Parts, known_splits, sounds_fused
 from lightning_mp.optimizers.matrix_blocks import BLOCKS, Blocks, blocks_of
 
 Named = list[tuple[str, nn.Parameter]]
@@ -45,7 +47,7 @@ def matrices_and_rest(
     *,
     matrices: Sequence[str] = (),
     rest: Sequence[str] = (),
-    split: Mapping[str, int | Sequence[int]],
+    split: Mapping[str, int | Sequence[int]] | Literal["auto"],
 ) -> GroupsAndRest: ...
 
 
@@ -54,7 +56,7 @@ def matrices_and_rest(
     *,
     matrices: Sequence[str] = (),
     rest: Sequence[str] = (),
-    split: Mapping[str, int | Sequence[int]] | None = None,
+    split: Mapping[str, int | Sequence[int]] | Literal["auto"] | None = None,
 ) -> MatricesAndRest | GroupsAndRest:
     """Splits a module's trainable parameters into hidden matrices and the rest.
 
@@ -72,16 +74,19 @@ def matrices_and_rest(
     A weight that holds several matrices, such as fused queries, keys and values, can be orthogonalised block by block
     (``muon_split_qkv`` of Megatron-LM, ``split_sizes`` of dion): ``split={"*.query_key_value": 3}``. The result is, to
     the bit, that of a module with one weight for each block. Give the matrices to a ``torch.optim.Muon`` inside of a
-    :class:`~lightning_mp.JointOptimizer`; Muon by itself does not know blocks.
+    :class:`~lightning_mp.JointOptimizer`; Muon by itself does not know blocks. ``split="auto"`` divides the weights of
+    ``nn.MultiheadAttention``, of the demo's GPT and of GPT-2, GPT-NeoX, BLOOM and Phi-3 in transformers. Of other
+    classes with a weight of a name such as ``qkv`` a line says that it is orthogonalised as one: names do not say how
+    it divides.
 
     Args:
         module: the module that is trained, sharded already if it will be.
         matrices: glob patterns of names to treat as matrices regardless of the rule.
         rest: glob patterns of names to treat as the rest regardless of the rule.
-        split: glob patterns of the names of matrices, or of the layers whose weight they are, and how their outputs
-            divide into blocks: the number of equal blocks, or the outputs of each. Sizes whose sum is a divisor of the
-            outputs are repeated, and all first ones are one block: ``(64, 64, 64)`` for layers of transformers in which
-            each head of width 64 has its query, key and value side by side (GPT-NeoX, BLOOM).
+        split: "auto", or glob patterns of the names of matrices, or of the layers whose weight they are, and how their
+            outputs divide into blocks: the number of equal blocks, or the outputs of each. Sizes whose sum is a
+            divisor of the outputs are repeated, and all first ones are one block: ``(64, 64, 64)`` for layers of
+            transformers in which each head of width 64 has its query, key and value side by side (GPT-NeoX, BLOOM).
 
     Returns:
         ``(matrices, rest)``, each a list of ``(name, parameter)``. Both name every parameter once, tied ones by their
@@ -89,7 +94,8 @@ def matrices_and_rest(
 
     Raises:
         ValueError: if a pattern matches no trainable parameter, if one name is matched by both, if ``matrices``
-            names a parameter that does not have two axes, or ``split`` one that is no matrix or does not divide so.
+            names a parameter that does not have two axes, or ``split`` one that is no matrix or does not divide so, or
+            is another word than "auto".
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 10))
@@ -125,29 +131,54 @@ def matrices_and_rest(
     return found if split is None else GroupsAndRest(_groups(module, found.matrices, split), found.rest)
 
 
-def _groups(module: nn.Module, matrices: Named, split: Mapping[str, int | Sequence[int]]) -> list[dict[str, Any]]:
+def _groups(module: nn.Module, matrices: Named, split: Mapping[str, Parts] | Literal["auto"]) -> list[dict[str, Any]]:
     """One parameter group for each way of splitting that occurs."""
-    orders, ways = fused_orders(module), dict[str, Blocks]()
+    parts = _known(module, matrices) if split == "auto" else _matched(matrices, split)
+    orders, groups = fused_orders(module), dict[Blocks | None, Named]()
+    for name, parameter in matrices:
+        way = None
+        if name in parts:
+            layer = type(module.get_submodule(name.rpartition(".")[0]))
+            dim = int((layer.__module__, layer.__qualname__) == _CONV1D)
+            try:
+                way = blocks_of(parameter.shape[dim], parts[name], dim, orders.get(name))
+            except ValueError as error:
+                raise ValueError(f"matrices_and_rest(split={split!r}): {name} has {error}") from None
+        groups.setdefault(way, []).append((name, parameter))
+    return [{"params": named, **({} if way is None else {BLOCKS: way})} for way, named in groups.items()]
+
+
+def _matched(matrices: Named, split: Mapping[str, Parts]) -> dict[str, Parts]:
+    """How the matrices that patterns match divide, by name."""
+    given: object = split
+    if isinstance(given, str):
+        raise ValueError(f"matrices_and_rest(split={split!r}): give 'auto', or patterns: {{'*.query_key_value': 3}}.")
+    found: dict[str, Parts] = {}
     for pattern, parts in split.items():
-        matched = [(n, p) for n, p in matrices if fnmatchcase(n, pattern) or fnmatchcase(n.rpartition(".")[0], pattern)]
+        matched = [n for n, _ in matrices if fnmatchcase(n, pattern) or fnmatchcase(n.rpartition(".")[0], pattern)]
         if not matched:
             raise ValueError(
                 f"matrices_and_rest(split={dict(split)!r}): {pattern!r} matches no matrix, nor a layer whose weight is"
                 f" one. The names of the matrices are {listed([name for name, _ in matrices])}."
             )
-        for name, parameter in matched:
-            if name in ways:
-                raise ValueError(f"matrices_and_rest(split={dict(split)!r}): two patterns match {name}. Leave one out.")
-            layer = type(module.get_submodule(name.rpartition(".")[0]))
-            dim = int((layer.__module__, layer.__qualname__) == _CONV1D)
-            try:
-                ways[name] = blocks_of(parameter.shape[dim], parts, dim, orders.get(name))
-            except ValueError as error:
-                raise ValueError(f"matrices_and_rest(split={{{pattern!r}: {parts!r}}}): {name} has {error}") from None
-    groups: dict[Blocks | None, Named] = {}
-    for name, parameter in matrices:
-        groups.setdefault(ways.get(name), []).append((name, parameter))
-    return [{"params": named, **({} if way is None else {BLOCKS: way})} for way, named in groups.items()]
+        twice = [name for name in matched if name in found]
+        if twice:
+            raise ValueError(f"matrices_and_rest(split={dict(split)!r}): two patterns match {twice[0]}. Leave one out.")
+        found.update(dict.fromkeys(matched, parts))
+    return found
+
+
+def _known(module: nn.Module, matrices: Named) -> dict[str, Parts]:
+    """How the matrices of known classes divide, by name. Says which others may hold several matrices."""
+    known = known_splits(module)
+    others = [name for name, _ in matrices if name not in known and sounds_fused(name)]
+    if others:
+        rank_zero_info(
+            f"matrices_and_rest(split='auto'): how {listed(others)} {'divide' if len(others) > 1 else 'divides'} is not"
+            " known of the class, so Muon orthogonalises each weight as one matrix. If it holds several, say how its"
+            f" outputs divide: split={{'*{others[0].removesuffix('.weight').rpartition('.')[2]}*': 3}}."
+        )
+    return known
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

@@ -43,6 +43,7 @@ from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE, che
 from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards
+from lightning_mp.optimizers.adam_moments import refuse_bf16_moments
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states
 from lightning_mp.optimizers.low_bit_states import save_plain_tensors
 from lightning_mp.optimizers.matrix_blocks import refuse_unknown_blocks
@@ -261,6 +262,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             refuse_closures_under_a_scale(optimizer, self)
         refuse_without_dtensors(optimizer)
         refuse_unknown_blocks([optimizer], knows=JointOptimizer)
+        refuse_bf16_moments(optimizer)
         save_plain_tensors(optimizer)
         # With a loss scaler, Lightning's own plugins wait, too.
         waits = why_steps_wait(optimizer) if self.scaler is None else None

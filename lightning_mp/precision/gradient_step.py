@@ -25,12 +25,13 @@ from lightning_mp.gradients.fused_optimizers import (
 from lightning_mp.gradients.old_gradients import needs_old_gradients
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.optimizer_step.bypassed_steps import found_by_unscaling
-from lightning_mp.optimizer_step.closures import StepClosure, evaluates_its_closure_once
+from lightning_mp.optimizer_step.closures import StepClosure
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
 from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards, unscaled_gradients
+from lightning_mp.optimizers.evaluations import evaluates_its_closure_once
 from lightning_mp.tokens.counter import LOSSES
 
 

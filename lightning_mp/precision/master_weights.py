@@ -288,7 +288,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
         return result
 
     def _step_now(self) -> int:
-        return self._run.trainer.global_step
+        """Of 24 bits, which are rounded by it; without skipped steps, which leave no trace."""
+        dispatcher = self._run.dispatcher
+        return dispatcher.steps_taken() if dispatcher is not None and self.storage == "24bit" else 0
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

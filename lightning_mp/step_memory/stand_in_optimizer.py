@@ -12,12 +12,16 @@ from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
 from lightning_mp.gradients.step_blocks import padded, step_blocks
+from lightning_mp.optimizers.adam_moments import has_bf16_moments
+from lightning_mp.optimizers.evaluations import evaluates_its_closure_once
 from lightning_mp.step_memory.live_storages import LiveStorages
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 # A CPU's kernel that joins copies and rests casts both to the 32 bits of its result before it runs.
 _JOINING_BYTES = 3 * 4
+# torchao's step compiled for a CPU keeps both moments of a parameter in fp32, to find the largest number of each block.
+_WIDENING_BYTES = 2 * 4
 
 
 def make_optimizers(module: nn.Module, optimizer: str | OptimizerFactory | None) -> list[Optimizer]:
@@ -100,12 +104,13 @@ class StandInOptimizer:
         self.optimizer = optimizer
         self._precision = precision
         self._joining_bytes = _JOINING_BYTES if device_type == "cpu" else 0  # per element of a compressed master
+        self._widening_bytes = _WIDENING_BYTES if device_type == "cpu" else 0  # per element of the largest 8-bit state
         self._of: list[tuple[Tensor, nn.Parameter, Tensor | None]] = []
         self._is_fused = any(group.get("fused") for group in optimizer.param_groups)
         for group in optimizer.param_groups:
             if "foreach" in group and not group.get("fused") and group["foreach"] is None:
                 group["foreach"] = device_type == "cuda"
-            if group.get("fused"):
+            if group.get("fused") and not has_bf16_moments(optimizer):  # for which only the fused kernel runs
                 group["fused"], group["foreach"] = False, False
             group["params"] = [self._stand_in(parameter) for parameter in group["params"]]
         self._stand_in_states()
@@ -157,8 +162,13 @@ class StandInOptimizer:
     @property
     def _is_compiled(self) -> bool:
         """Whether states consist of tensors, as torchao's: a compiled kernel per parameter reads and writes them."""
+        return self._largest_low_bit > 0
+
+    @property
+    def _largest_low_bit(self) -> int:
+        """Elements of the largest state that consists of tensors."""
         states = tensors_in([dict(state) for state in self.optimizer.state.values()])
-        return any(hasattr(state, "__tensor_flatten__") for state in states)
+        return max((state.numel() for state in states if hasattr(state, "__tensor_flatten__")), default=0)
 
     def step(self, live: LiveStorages | None = None) -> None:
         """Makes one step with the gradients that the parameters have; block by block, as masters are stepped."""
@@ -185,12 +195,17 @@ class StandInOptimizer:
             for group, members in zip(groups, whole, strict=True):
                 group["params"] = members
 
+    def _bytes_to_join(self, members: list[Tensor], used: Mapping[Tensor, tuple[Tensor, Tensor | None]]) -> int:
+        """What is there beside copies and rests of compressed masters while a kernel joins them."""
+        compressed = [kept for p in members if (kept := used[p][1]) is not None and not kept.is_floating_point()]
+        return self._joining_bytes * sum(kept.numel() for kept in compressed)
+
     def _step_block(
         self, members: list[Tensor], used: Mapping[Tensor, tuple[Tensor, Tensor | None]], live: LiveStorages | None
     ) -> None:
-        compressed = [kept for p in members if (kept := used[p][1]) is not None and not kept.is_floating_point()]
-        if live is not None:
-            live.sample(self._joining_bytes * sum(kept.numel() for kept in compressed))
+        sees_gradients = live is not None and not evaluates_its_closure_once(type(self.optimizer))
+        if live is not None and not sees_gradients:  # of a step that may evaluate the loss, they are there before it
+            live.sample(self._bytes_to_join(members, used))
         for stand_in in members:
             parameter, kept = used[stand_in]
             assert parameter.grad is not None
@@ -198,12 +213,17 @@ class StandInOptimizer:
             stand_in.grad = torch.empty(parameter.shape, dtype=stand_in.dtype, device="meta")
             if live is not None:
                 live.add("temporaries" if widened else None, [stand_in.grad])
+        if live is not None:
+            if sees_gradients:
+                live.sample(self._bytes_to_join(members, used))
+            for stand_in in members:
+                kept = used[stand_in][1]
                 if kept is None:
                     live.add(None, [stand_in])
                 elif not kept.is_floating_point():  # the whole master, put together for the step
                     live.add("temporaries", [stand_in])
         if live is not None:
-            live.sample()
+            live.sample(self._widening_bytes * self._largest_low_bit)
         observed = (
             private_dispatch_api.observe_dispatch(live.after_operation)
             if live is not None and not self._is_fused and not self._is_compiled

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import small_models
 import torch
 from checkpointed_models import DropBlock, LateStack, Stack, assert_same, fit, taken
 from cpu_fsdp import CpuFsdp
@@ -73,8 +74,7 @@ def test_it_trains_the_same_under_any_strategy(name: str, precision: str) -> Non
         module = make_module()
         callbacks = [taken(DropBlock)] if checkpointed else []
         plugins = [AutocastPrecision("bf16-mixed")] if precision == "bf16-mixed" else []
-        trainer = quiet_trainer(devices=2, strategy=make_strategy(), callbacks=callbacks, plugins=plugins)
-        trainer.fit(module, loader(BATCHES[rank]))
+        small_models.fit(module, BATCHES[rank], *callbacks, devices=2, strategy=make_strategy(), plugins=plugins)
         gradients = [[local(g) for g in step] for step in module.gradients]
         left = [name for name, inner in module.named_modules() if name and "forward" in vars(inner)]
         report = callbacks[0].report if checkpointed else None

@@ -199,7 +199,7 @@ def header(arguments: Sequence[str], toy: bool) -> list[str]:
         "Plain is a loop written by hand, stock is Lightning with its own plugins, ours is Lightning with a plugin of "
         "this package; all callbacks are `OverflowMonitor`, `OverflowPostMortem`, `UnderflowMonitor`, `MFUMonitor`, "
         "`AccumulationScheduler`, `ChinchillaBudget` and `TokenLearningRate`. Everything but times is counted and the "
-        "same in every run; `tests/layout/test_bench_cost.py` asserts what is promised. Times are reported only.",
+        "same in every run; `tests/tools/test_bench_cost.py` asserts what is promised. Times are reported only.",
     ]
 
 

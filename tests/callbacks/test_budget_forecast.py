@@ -97,12 +97,3 @@ def test_a_loss_that_nobody_logs_is_told_of() -> None:
 def test_without_a_budget_in_tokens_there_is_nothing_to_forecast() -> None:
     with pytest.raises(MisconfigurationException, match="forecasts the end of a ChinchillaBudget in tokens or FLOPs"):
         fit(BudgetForecast("loss"), budget=ChinchillaBudget(device_hours=1))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"every_n_steps": 0}, "every_n_steps=0.: it must be a whole"), ({"confidence": 1.0}, "confidence=1.0.: it must")],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        BudgetForecast("loss", **arguments)

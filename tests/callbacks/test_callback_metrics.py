@@ -138,8 +138,7 @@ def test_a_run_that_breaks_off_logs_what_it_knew(interrupt: type[BaseException])
 @pytest.mark.filterwarnings("ignore:ChinchillaBudget. the data end before the budget")
 def test_the_last_row_is_what_the_terminal_says(capsys: Any) -> None:
     logger, budget = MemoryLogger(), ChinchillaBudget(tokens=70)
-    trainer = quiet_trainer(callbacks=[budget], logger=logger, max_epochs=-1)
-    trainer.fit(TokenModel(fused_adamw), loader(token_batches([9, 5, 7, 8, 6, 9])))
+    small_models.fit(TokenModel(fused_adamw), token_batches([9, 5, 7, 8, 6, 9]), budget, logger=logger, max_epochs=-1)
     assert logger.ours()[-1][1] == {"tokens": 70.0, "budget_fraction": 1.0}
     assert budget.tokens_spent == 70
 

@@ -1,6 +1,7 @@
 """The callback `Preflight` ends a run before its first step, and leaves a right one as it is."""
 
 import pytest
+import small_models
 import torch
 from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy
@@ -74,10 +75,9 @@ def test_those_that_watch_the_first_micro_batch_do_not_see_its_trial() -> None:
     def found(*callbacks: Preflight) -> tuple[object, object, object]:
         audit, monitor = PrecisionAudit(), MFUMonitor(unit="sample")
         recomputed = ActivationCheckpointing("net.0")
-        trainer = quiet_trainer(
-            plugins=[AutocastPrecision("bf16-mixed")], callbacks=[audit, monitor, recomputed, *callbacks]
+        small_models.fit(
+            Net(), regression_batches(2), audit, monitor, recomputed, *callbacks, plugin=AutocastPrecision("bf16-mixed")
         )
-        trainer.fit(Net(), loader(regression_batches(2)))
         assert audit.records is not None
         return audit.records.operations, monitor.flop_count, recomputed.report
 

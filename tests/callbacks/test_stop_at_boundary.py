@@ -215,26 +215,3 @@ def test_it_saves_what_callbacks_after_it_in_the_list_have_counted(tmp_path: Pat
     saved = torch.load(stop.path, weights_only=True)
     assert next(state for key, state in saved["callbacks"].items() if "Counting" in key) == {"batches": 4}
     assert stop.path.parent == tmp_path, "beside the other checkpoints"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            {"signals": ["SIGTERM", "SIGKILL"]},
-            "no program can catch SIGKILL. Leave it out",
-        ),
-        ({"signals": []}, "without a signal and without max_seconds nothing would ever stop the run"),
-        ({"signals": ["TERM"]}, "'TERM' is not a signal on this platform; give names such as 'SIGTERM'"),
-        ({"max_seconds": 0}, r"max_seconds=0\): it must be a positive finite number of seconds. None"),
-        (
-            {"max_seconds": float("nan")},
-            r"max_seconds=nan\): it must be a positive finite number of seconds. None",
-        ),
-        ({"filename": "{epoch}"}, r"filename='{epoch}'\): it must be a name in which only {step} is filled in"),
-        ({"filename": Path("last")}, r"filename=PosixPath\('last'\)\): it must be a name"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        StopAtBoundary(**arguments)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import pytorch_lightning
+import small_models
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -239,8 +240,6 @@ def test_a_damaged_one_is_passed_over_with_a_warning(write: Any, damage: Any, me
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path / "none") is None
-    with pytest.raises(ValueError, match=r"latest_checkpoint\('s3://bucket/run'\): only folders of a mounted"):
-        latest_checkpoint("s3://bucket/run")
     write_file(tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"a\.ckpt'\) is a file; give its folder, or give the file itself"):
         latest_checkpoint(tmp_path / "a.ckpt")
@@ -264,8 +263,7 @@ def test_a_trainer_writes_the_same_file_as_without(plugin: bool, tmp_path: Path)
         checkpoint = ModelCheckpoint(tmp_path / folder, every_n_train_steps=1)
         callbacks: list[Callback] = [checkpoint, Expect(), *([AtomicCheckpoints()] if atomic and not plugin else [])]
         plugins = [AtomicCheckpointIO()] if atomic and plugin else []
-        trainer = quiet_trainer(callbacks=callbacks, plugins=plugins, enable_checkpointing=True)
-        trainer.fit(Regression(), loader(BATCHES))
+        trainer = small_models.fit(Regression(), BATCHES, *callbacks, plugins=plugins, enable_checkpointing=True)
         assert callbacks[1].wrapped == (atomic and not plugin)  # type: ignore[attr-defined]
         assert not {"save_checkpoint", "remove_checkpoint"} & vars(trainer.strategy).keys(), "given back"
         assert os.listdir(tmp_path / folder) == ["epoch=0-step=4.ckpt"]
@@ -336,8 +334,7 @@ def test_paths_with_a_protocol_go_lightnings_way(tmp_path: Path) -> None:
         AtomicCheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"a": 1})
     module, written = Regression(), f"memory://{tmp_path.name}/run"
     checkpoint = ModelCheckpoint(written, every_n_train_steps=2)
-    trainer = quiet_trainer(callbacks=[AtomicCheckpoints(), checkpoint], enable_checkpointing=True)
-    trainer.fit(module, loader(BATCHES))
+    small_models.fit(module, BATCHES, AtomicCheckpoints(), checkpoint, enable_checkpointing=True)
     saved = TorchCheckpointIO().load_checkpoint(checkpoint.best_model_path)["state_dict"]
     assert all(torch.equal(a, b) for a, b in zip(saved.values(), weights(module), strict=True))
     assert os.listdir(tmp_path) == []
@@ -352,9 +349,7 @@ def test_writing_in_the_background(tmp_path: Path) -> None:
     assert re.search(re.escape(f"Remove the callback and use plugins=[{advice}]"), str(error.value))
     plugin = AsyncCheckpointIO(AtomicCheckpointIO())
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    quiet_trainer(callbacks=[checkpoint], enable_checkpointing=True, plugins=[plugin]).fit(
-        Regression(), loader(BATCHES)
-    )
+    small_models.fit(Regression(), BATCHES, checkpoint, plugin=plugin, enable_checkpointing=True)
     path = latest_checkpoint(tmp_path)
     assert path is not None
     assert step_of(path) == 4

@@ -12,11 +12,10 @@ import torch
 from fsdp2_runs import fsdp2
 from gloo import run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
-from small_models import Regression, loader, quiet_trainer, regression_batches
+from small_models import Regression, loader, quiet_trainer, regression_batches, shard
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.fsdp import fully_shard
 
 from lightning_mp import AtomicCheckpoints
 from lightning_mp.checkpoints import consolidate_checkpoint
@@ -133,7 +132,7 @@ def test_a_folder_written_on_windows_is_read(tmp_path: Path) -> None:
 
 class Sharded(Regression):
     def configure_model(self) -> None:
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        shard(self, self.net)
 
 
 def fit(make: Any, folder: Path | None, to: Path | None = None, note: Any = None) -> None:

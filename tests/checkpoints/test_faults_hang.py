@@ -261,12 +261,6 @@ def test_the_places_of_each_phase(tmp_path: Path) -> None:
     assert places == [*expected, f"on_train_end after {here}"]
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), True])
-def test_a_wrong_timeout_is_refused(seconds: float) -> None:
-    with pytest.raises(ValueError, match=r"RankWatchdog\(timeout_seconds=.*a positive finite number of seconds"):
-        RankWatchdog(timeout_seconds=seconds)
-
-
 def test_a_pytorch_lightning_trainer_is_refused() -> None:
     trainer = pytorch_lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(MisconfigurationException, match=r"use `import lightning\.pytorch as pl`"):

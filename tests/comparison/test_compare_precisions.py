@@ -7,13 +7,13 @@ import random
 import signal
 from pathlib import Path
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from compared_models import CoarseWeights, Pictures, ThirstyPrecision, TinyClassifier, pictures
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
+from small_models import Trained
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -201,25 +201,19 @@ def test_random_generators_stand_where_they_stood():
     assert (np.random.get_state()[1] == before[2]).all()
 
 
-class Wide(pl.LightningModule):
+def wide():
     """Nearly all of its memory is weights and their gradients; with dropout, whose masks differ between formats."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 512), nn.Dropout(0.5), nn.Linear(512, 32))
-
-    def training_step(self, batch, batch_idx):
-        return self.net(batch).square().float().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    return Trained(
+        lambda module, batch: module.net(batch).square().float().mean(),
+        net=lambda: nn.Sequential(nn.Linear(32, 512), nn.Dropout(0.5), nn.Linear(512, 32)),
+    )
 
 
 def costs_of(names):
     """Clipping by norm makes the gradient 1,000 times smaller, after it was looked at."""
     options = {"gradient_clip_val": 0.001}
     batch = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    module = Wide()
+    module = wide()
     found = compare_precisions(module, batch, names, rounds=1, accelerator="cpu", trainer_options=options)
     assert found.gradient_reference == "64-true"
     return found.costs, 4 * sum(weight.numel() for weight in module.parameters())

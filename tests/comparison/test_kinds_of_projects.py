@@ -4,12 +4,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from compared_models import TinyClassifier, pictures
-from small_models import StepsByHand
+from small_models import StepsByHand, Trained
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import compare_precisions
-from lightning_mp.comparison.trial import TrainingData
 
 
 def loader(count=8, batch_size=4):
@@ -90,18 +90,13 @@ class OnPlateau(TinyClassifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
 
 
-class SparseGradients(pl.LightningModule):
+def sparse_gradients():
     """A dict is a batch; the gradient of the embedding is a sparse tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 20)
-
-    def training_step(self, batch):
-        return nn.functional.cross_entropy(self.head(self.embedding(batch["input_ids"])).float(), batch["labels"])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    return Trained(
+        lambda m, batch: F.cross_entropy(m.head(m.embedding(batch["input_ids"])).float(), batch["labels"]),
+        embedding=lambda: nn.Embedding(20, 8, sparse=True),
+        head=lambda: nn.Linear(8, 20),
+    )
 
 
 class NoLoss(TinyClassifier):
@@ -133,7 +128,7 @@ def test_manual_optimization_is_compared_by_a_validation_metric():
 
 def test_sparse_gradients_have_an_error_and_the_bar_shows_what_runs(capsys):
     batch = {name: torch.tensor([1, 2, 1]) for name in ("input_ids", "labels")}
-    found = compare(SparseGradients, batch, steps=None, progress=True)
+    found = compare(sparse_gradients, batch, steps=None, progress=True)
     assert found.costs["32-true"].gradient_error < 1e-6 < found.costs["bf16-mixed"].gradient_error < 0.02
     bar = capsys.readouterr().err
     assert "bf16-mixed, timed" in bar
@@ -173,12 +168,6 @@ def test_what_cannot_be_compared(module, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         compare(module, file=tmp_path / "runs.jsonl")
     assert not (tmp_path / "runs.jsonl").exists()
-
-
-@pytest.mark.parametrize("data", [{"a": loader()}, [loader(), loader()]])
-def test_several_loaders_are_no_batch(data):
-    with pytest.raises(ValueError, match=r"`data` is a (dict|list) with a DataLoader in it.* Pass CombinedLoader"):
-        TrainingData(data)
 
 
 class Fails(TinyClassifier):

@@ -91,25 +91,6 @@ def test_a_margin_that_is_met_exactly_is_no_verdict():
     assert PairedDifference((0.004, 0.004)).verdict == "cannot tell yet"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"differences": ()}, "given no differences. Pass one per seed"),
-        ({"margin": 0.0}, "`margin` must be a positive finite number in the unit of the loss, got 0.0"),
-        ({"margin": math.nan}, "`margin` must be a positive finite number"),
-        ({"confidence": 95}, "`confidence` must be from 0.5 to below 1, such as 0.95, got 95"),
-    ],
-)
-def test_refusals(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        PairedDifference(**{"differences": (0.0,), **arguments})
-
-
-def test_a_baseline_that_diverged_is_refused():
-    with pytest.raises(ValueError, match="1 of 2 baseline runs diverged"):
-        differences_of((1.0, 1.0), (math.nan, 1.0))
-
-
 def test_steps_to_an_equal_loss_follow_a_planted_law():
     """A loss that falls as ``3 - 0.5 ln(step)``: the candidate, 0.1 higher, needs ``exp(0.2)`` times the steps."""
     draw = random.Random(0)

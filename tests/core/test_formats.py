@@ -136,20 +136,3 @@ def test_a_scale_moves_the_share_lost_by_whole_octaves() -> None:
     generator = random.Random(0)
     values = torch.tensor([2.0 ** generator.uniform(-60, 0) for _ in range(500)], dtype=torch.float64)
     assert fraction_lost(values, "fp16", 2.0**10).zero == fraction_lost(values * 2.0**10, "fp16").zero
-
-
-@pytest.mark.parametrize("key", ["fp17", torch.int8])
-def test_an_unknown_format_says_which_are_known(key: str | torch.dtype) -> None:
-    with pytest.raises(ValueError, match=r"Unknown number format .* Use one of fp64, fp32, tf32, bf16, fp16"):
-        number_format(key)
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_a_bad_scale_is_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match="`scale` must be a positive finite number, got"):
-        fraction_lost(torch.ones(1), "fp16", scale)
-
-
-def test_integers_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be a floating-point tensor, got dtype torch.int64"):
-        fraction_lost(torch.ones(1, dtype=torch.int64), "fp16")

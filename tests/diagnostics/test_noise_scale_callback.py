@@ -15,7 +15,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import (
     Regression,
     ResumableLoader,
+    ShardedTokenModel,
     TokenModel,
+    Trained,
     fit,
     loader,
     quiet_trainer,
@@ -24,8 +26,6 @@ from small_models import (
     weights,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -226,13 +226,6 @@ def test_ddp_compares_each_ranks_own_gradient_with_the_reduced_one(name: str, mi
     assert torch.tensor(first) == pytest.approx(torch.tensor(expected), rel=1e-5 if name == "stock fp32" else 0.01)
 
 
-class Sharded(TokenModel):
-    def configure_model(self) -> None:
-        for layer in (self.head, self.embedding):
-            if not isinstance(layer.weight, DTensor):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
-
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize(("name", "optimizer"), [("stock fp32", still_last_layer), ("bf16", still)])
 def test_fsdp2_compares_the_first_reduced_gradient_with_that_of_the_window(name: str, optimizer: Any) -> None:
@@ -248,7 +241,7 @@ def test_fsdp2_compares_the_first_reduced_gradient_with_that_of_the_window(name:
             callbacks=[callback, scheduler],
             plugins=PLUGINS[name](),
         )
-        trainer.fit(Sharded(optimizer), loader(batches[rank]))
+        trainer.fit(ShardedTokenModel(optimizer), loader(batches[rank]))
         return callback.given
 
     def tokens(batch: Any) -> int:
@@ -274,7 +267,7 @@ def test_fsdp2_that_reduces_once_per_window_has_no_small_gradient() -> None:
         trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[callback, scheduler])
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            trainer.fit(Sharded(still), loader(token_batches([6, 3, 11, 8])))
+            trainer.fit(ShardedTokenModel(still), loader(token_batches([6, 3, 11, 8])))
         return callback.given, [str(warning.message) for warning in told]
 
     (given, messages), (_, _) = run_ranks(train, 2)
@@ -371,26 +364,12 @@ def test_ranks_do_not_wait_for_one_that_cannot_count_its_batch() -> None:
     assert first == second
 
 
-def test_a_count_that_is_no_function_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"GradientNoiseScale\(count=5\): it must be a function"):
-        GradientNoiseScale(count=5)  # type: ignore[arg-type]
-
-
 # -- through the Trainer, with known noise -----------------------------------------------------------------------------
 
 
-class KnownNoise(pl.LightningModule):
+def known_noise() -> Trained:
     """The gradient of a sample is the sample: a fixed vector and noise around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(64))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (batch @ self.weight).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    return Trained(lambda module, batch: (batch @ module.weight).mean(), weight=lambda: nn.Parameter(torch.zeros(64)))
 
 
 @pytest.mark.full
@@ -401,7 +380,7 @@ def test_known_noise_is_found_within_a_tenth_after_400_windows() -> None:
     true /= true.norm()
     samples = true + torch.randn(1600, 4, 64, generator=generator) * (20 / 64) ** 0.5
     callback = GradientNoiseScale()
-    trainer = fit(KnownNoise(), list(samples), callback, accumulate_grad_batches=4)
+    trainer = fit(known_noise(), list(samples), callback, accumulate_grad_batches=4)
     estimate = callback.estimate
     assert estimate is not None
     assert estimate.windows == 400
@@ -539,12 +518,6 @@ def test_manual_optimization_is_refused() -> None:
     module.automatic_optimization = False
     with pytest.raises(MisconfigurationException, match="needs automatic optimization"):
         fit(module, regression_batches(2), GradientNoiseScale())
-
-
-@pytest.mark.parametrize("steps", [1, -3, 2.5, True, "100"])
-def test_average_steps_must_be_a_whole_number(steps: Any) -> None:
-    with pytest.raises(ValueError, match="must be a whole number of optimizer steps, 2 or more"):
-        GradientNoiseScale(average_steps=steps)
 
 
 @pytest.mark.parametrize("name", ["stock fp32", "fp16"])

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import small_models
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -161,8 +162,7 @@ PLANTED = {
 def fit(module: Any, plugin: Any, tmp_path: Path, num_batches: int = 4, **arguments: Any) -> OverflowPostMortem:
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
     callbacks = [post_mortem] if isinstance(plugin, AutocastPrecision) else [post_mortem, OverflowMonitor()]
-    trainer = quiet_trainer(plugins=[plugin], callbacks=callbacks, **arguments)
-    trainer.fit(module, loader(numbered_batches(num_batches)))
+    small_models.fit(module, numbered_batches(num_batches), *callbacks, plugin=plugin, **arguments)
     assert post_mortem.reports, "no step was skipped"
     return post_mortem
 
@@ -315,8 +315,7 @@ def test_under_masters_a_replay_in_fp32_is_one(tmp_path: Path) -> None:
 
     plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem])
-    trainer.fit(Lowered(partial(TimesInForward, factor=1e6)), loader(numbered_batches(4)))
+    small_models.fit(Lowered(partial(TimesInForward, factor=1e6)), numbered_batches(4), post_mortem, plugin=plugin)
     (finding,) = post_mortem.reports[0].findings
     assert (finding.first_overflow.module, finding.finite_in_fp32, finding.verdict) == (PLACE, True, "range")
 
@@ -360,8 +359,7 @@ def test_a_sum_of_finite_gradients_that_does_not_fit(tmp_path: Path) -> None:
 
     plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))
     post_mortem = OverflowPostMortem(replay=True, dirpath=tmp_path)
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem], accumulate_grad_batches=4)
-    trainer.fit(Plain(identity), loader(numbered_batches(4)))
+    small_models.fit(Plain(identity), numbered_batches(4), post_mortem, plugin=plugin, accumulate_grad_batches=4)
     assert "every gradient is finite, their sum is not" in str(post_mortem.reports[0])
     (finding,) = post_mortem.reports[0].findings
     assert (finding.verdict, finding.micro_batch, finding.first_overflow) == ("sum", 3, None)
@@ -424,8 +422,7 @@ def test_an_overflow_that_nobody_planted(fused: bool, tmp_path: Path) -> None:
 
     module, post_mortem = Language(), OverflowPostMortem(replay=True, dirpath=tmp_path)
     plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**12, growth_interval=4, max_scale=2.0**40))
-    trainer = quiet_trainer(plugins=[plugin], callbacks=[post_mortem])
-    trainer.fit(module, loader(batches))
+    small_models.fit(module, batches, post_mortem, plugin=plugin)
     report = post_mortem.reports[0]
     assert "the loss scale was too high" in str(report)
     (finding,) = report.findings

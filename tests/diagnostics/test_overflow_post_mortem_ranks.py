@@ -12,9 +12,8 @@ from gloo import run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from planted_overflows import Planted, TimesInBackward, TimesInForward, numbered_batches
-from small_models import adamw, fused_adamw, loader, quiet_trainer
+from small_models import adamw, fused_adamw, loader, quiet_trainer, shard
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, OverflowPostMortem
@@ -30,10 +29,7 @@ SCALE = 1024.0
 
 class Sharded(Planted):
     def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]
-        for layer in (self.embedding, *self.body[:3], self.head):
-            if not any(isinstance(p, DTensor) for p in layer.parameters()):
-                fully_shard(layer, mesh=mesh)
+        shard(self, self.embedding, *self.body[:3], self.head)
 
 
 class Unsharded(Planted):

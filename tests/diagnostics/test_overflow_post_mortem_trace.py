@@ -360,11 +360,3 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         trainer = quiet_trainer(plugins=plugins, callbacks=callbacks)
         with pytest.raises(MisconfigurationException, match=reason):
             trainer.fit(module, loader(regression_batches(2)))
-
-
-@pytest.mark.parametrize("value", [0, True, 1.5])
-def test_wrong_arguments_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"max_replays=.*whole number of skipped steps, 1 or more"):
-        OverflowPostMortem(replay=True, max_replays=value)
-    with pytest.raises(ValueError, match=r"replay='yes'.*must be True or False"):
-        OverflowPostMortem(replay="yes")

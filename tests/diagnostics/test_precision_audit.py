@@ -391,12 +391,6 @@ def test_a_module_that_returns_its_own_weight_keeps_no_hook_on_it() -> None:
     assert what_is_left(model) == 0
 
 
-@pytest.mark.parametrize("batch", [-1, 1.5, True, "0"])
-def test_a_wrong_batch_is_refused(batch: Any) -> None:
-    with pytest.raises(ValueError, match=r"it must be a whole number, 0 or more. Training batches are counted from 0"):
-        PrecisionAudit(batch=batch)
-
-
 def test_another_trainer_is_refused() -> None:
     with pytest.raises(MisconfigurationException, match="PrecisionAudit is a callback for lightning.pytorch.Trainer"):
         PrecisionAudit().setup(object(), Known(), "fit")  # type: ignore[arg-type]

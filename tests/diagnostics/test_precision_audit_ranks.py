@@ -9,9 +9,8 @@ import torch
 from audit_models import InFp64, Known, batches, fit, runs
 from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from small_models import loader, quiet_trainer, weights
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from small_models import loader, quiet_trainer, shard, weights
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_mp import AutocastPrecision, PrecisionPolicy
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
@@ -107,10 +106,8 @@ def test_under_ddp_the_steps_of_manual_optimization_are_left_out() -> None:
 class Sharded(Known):
     def configure_model(self) -> None:
         for layer in (self.first, self.norm, self.middle, self.last):
-            if not isinstance(layer.weight, DTensor):
-                gathered = None if layer is self.norm else torch.bfloat16
-                policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
+            gathered = None if layer is self.norm else torch.bfloat16
+            shard(self, layer, mp_policy=MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32))
 
 
 @pytest.mark.full

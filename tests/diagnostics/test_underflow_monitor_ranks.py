@@ -8,8 +8,7 @@ from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from small_models import TokenModel, adamw, fit, fused_adamw, sgd, token_batches
-from torch.distributed.fsdp import fully_shard
+from small_models import TokenModel, adamw, fit, fused_adamw, sgd, shard, token_batches
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision, LossScaler
@@ -28,10 +27,7 @@ class Sharded(TokenModel):
     sharded = ("head", "embedding")
 
     def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]
-        for name in self.sharded:
-            if not isinstance(getattr(self, name).weight, DTensor):
-                fully_shard(getattr(self, name), mesh=mesh)
+        shard(self, *(getattr(self, name) for name in self.sharded))
 
 
 class PartlySharded(Sharded):

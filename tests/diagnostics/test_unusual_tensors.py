@@ -2,13 +2,11 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from small_models import WIDTH, fit, regression_batches, sgd, weights
+from small_models import WIDTH, Trained, fit, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import (
@@ -29,20 +27,9 @@ from lightning_mp.flops.flop_counter import FlopTally
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Net(pl.LightningModule):
+def net(loss: Loss, body: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> Trained:
     """Any loss of a body, or two, and a batch ``[4, WIDTH]``."""
-
-    def __init__(self, loss: Loss, body: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = body()
-        self.loss = loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(self.body, batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(self.parameters())
+    return Trained(lambda module, batch: loss(module.body, batch[0]), sgd, body=body)
 
 
 def nested(body: nn.Module, x: Tensor) -> Tensor:
@@ -67,7 +54,7 @@ def half_batched(body: nn.Module, x: Tensor) -> Tensor:
     return torch.vmap(second)(first(x)).square().mean()
 
 
-def trained(module: Net, *callbacks: Callback, plugin: str | None = None) -> list[Tensor]:
+def trained(module: Trained, *callbacks: Callback, plugin: str | None = None) -> list[Tensor]:
     plugins = [AutocastPrecision(plugin)] if plugin is not None else []
     fit(module, regression_batches(3), *callbacks, plugins=plugins)
     return weights(module)
@@ -77,7 +64,9 @@ def mixed_by_rows(body: nn.Module, x: Tensor) -> Tensor:
     return (torch.eye(4).to_sparse_csr() @ body(x)).square().mean()
 
 
-def assert_trains_as_without(callbacks: list[Callback], module: Callable[[], Net], plugin: str | None = None) -> None:
+def assert_trains_as_without(
+    callbacks: list[Callback], module: Callable[[], Trained], plugin: str | None = None
+) -> None:
     watched = trained(module(), *callbacks, plugin=plugin)
     assert all(map(torch.equal, watched, trained(module(), plugin=plugin)))
 
@@ -90,7 +79,7 @@ def test_exponents_of_nested_tensors_are_those_of_their_parts(plugin: str | None
     kinds = ("gradients", "activations", "activation_gradients")
     monitors = {loss: UnderflowMonitor(every_n_steps=1, watch=kinds) for loss in (nested, plain)}
     for loss, monitor in monitors.items():
-        assert_trains_as_without([monitor], lambda loss=loss: Net(loss), plugin)
+        assert_trains_as_without([monitor], lambda loss=loss: net(loss), plugin)
     seen, expected = (monitor.latest for monitor in monitors.values())
     assert seen is not None
     assert expected is not None
@@ -112,7 +101,7 @@ def test_a_nested_tensor_with_gaps_is_left_out_by_name() -> None:
 
 def test_nested_tensors_are_audited() -> None:
     audit = PrecisionAudit()
-    assert_trains_as_without([audit], lambda: Net(nested), "bf16-mixed")
+    assert_trains_as_without([audit], lambda: net(nested), "bf16-mixed")
     assert audit.records is not None
     products = [row for row in audit.records.operations if row.module == "body" and row.kind == "matmul"]
     assert {row.compute for row in products} == {"bf16"}
@@ -126,7 +115,7 @@ def test_nested_tensors_are_audited() -> None:
 def test_outputs_inside_of_vmap_are_left_out_by_name() -> None:
     monitor = UnderflowMonitor(every_n_steps=1, watch=("gradients", "activations", "activation_gradients"))
     with pytest.warns(UserWarning, match=r"UnderflowMonitor leaves out the output of module 'body'.* torch\.vmap"):
-        assert_trains_as_without([monitor], lambda: Net(batched))
+        assert_trains_as_without([monitor], lambda: net(batched))
     assert monitor.latest is not None
     assert not any(monitor.latest.histograms["activations"]["body"].counts.values())
     assert any(monitor.latest.histograms["gradients"]["body.weight"].counts.values())
@@ -149,7 +138,7 @@ def two_parts() -> nn.Module:
 
 def test_checkpoints_are_counted_beside_vmap() -> None:
     checkpointing = ActivationCheckpointing("body.0")
-    assert_trains_as_without([checkpointing], lambda: Net(half_batched, two_parts))
+    assert_trains_as_without([checkpointing], lambda: net(half_batched, two_parts))
     assert checkpointing.report is not None
     assert checkpointing.report.calls == 1
 
@@ -163,7 +152,7 @@ def test_memory_of_an_opaque_layout_is_left_out_of_what_checkpoints_save() -> No
     with pytest.warns(
         UserWarning, match=r"ActivationCheckpointing leaves out the memory of a tensor of shape \(4, 4\)"
     ):
-        assert_trains_as_without([checkpointing], lambda: Net(mixed_by_rows))
+        assert_trains_as_without([checkpointing], lambda: net(mixed_by_rows))
     assert checkpointing.report is not None
 
 
@@ -178,7 +167,7 @@ def test_what_checkpoints_save_in_a_lazy_module_is_that_of_the_same_module() -> 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Lazy modules are a new feature", UserWarning)
             warnings.filterwarnings("ignore", "The total number of parameters detected may be inaccurate")
-            assert_trains_as_without([checkpointing], lambda body=body: Net(plain, body))
+            assert_trains_as_without([checkpointing], lambda body=body: net(plain, body))
         reports.append(checkpointing.report)
     assert reports[0] == reports[1]
 
@@ -187,7 +176,7 @@ def test_what_checkpoints_save_in_a_lazy_module_is_that_of_the_same_module() -> 
 def test_the_growth_of_lazy_weights_is_left_out_by_name() -> None:
     with pytest.warns(UserWarning, match=r"OverflowPostMortem leaves out the growth of body\.weight.* lazy") as caught:
         assert_trains_as_without(
-            [OverflowMonitor(), OverflowPostMortem()], lambda: Net(plain, lambda: nn.LazyLinear(3))
+            [OverflowMonitor(), OverflowPostMortem()], lambda: net(plain, lambda: nn.LazyLinear(3))
         )
     assert sum("leaves out" in str(warning.message) for warning in caught) == 1
 
@@ -211,4 +200,4 @@ def test_a_product_of_integers_has_no_floating_point_operations() -> None:
 
 @pytest.mark.parametrize("plugin", [None, "bf16-mixed"])
 def test_a_loss_of_shape_one_trains_in_parts(plugin: str | None) -> None:
-    assert_trains_as_without([MicroBatchOnOOM()], lambda: Net(of_shape_one), plugin)
+    assert_trains_as_without([MicroBatchOnOOM()], lambda: net(of_shape_one), plugin)

@@ -32,11 +32,6 @@ def test_sizes_count_what_is_in_no_unit_inside() -> None:
     ]
 
 
-def test_a_size_that_nothing_has_names_the_largest() -> None:
-    with pytest.raises(ValueError, match=r"shard=1000000\): no module .* The largest: model \(6864\), model.blocks"):
-        units_by_size(model(), 1_000_000)
-
-
 def test_blocks_that_share_weights_with_the_rest_are_no_units() -> None:
     shared = nn.Linear(4, 4)
     tied = nn.ModuleDict({"blocks": nn.ModuleList([shared, nn.Linear(4, 4)]), "again": shared})
@@ -63,17 +58,6 @@ def test_lists_in_a_list_are_no_units_but_what_they_hold_is() -> None:
     assert repeated_blocks(nn.ModuleDict({"downs": downs})) == ["downs.0.0", "downs.0.1", "downs.1.0", "downs.1.1"]
     levels = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 2), "down": nn.Tanh()}) for _ in range(2))
     assert repeated_blocks(levels) == []
-
-
-def test_a_unit_that_takes_half_of_a_tie_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model.head.weight and model.token_embedding.weight are one parameter .*'mo"):
-        unit_names(model(), ("model.head",))
-
-
-@pytest.mark.parametrize("shard", [0, -1, True, 1.5, None, [], "", [1], nn.Linear(2, 2)])
-def test_what_cannot_be_read_is_refused(shard: Any) -> None:
-    with pytest.raises(ValueError, match=r"FSDP2Strategy\(shard=.*the smallest number of parameters of a unit"):
-        read_shard(shard)
 
 
 def test_the_tenth_block_is_not_inside_of_the_first() -> None:

@@ -25,6 +25,7 @@ from lightning_mp.precision import tf32
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "precision.md"
 WIDTH, MICRO_BATCHES, STEPS = 64, 4, 4
 VIEWS = {"empty_like", "detach", "view", "alias", "t", "_unsafe_view", "slice", "unbind", "select"}
+COPIES = {"copy_", "_foreach_copy_", "_to_copy"}
 
 
 class Layers(pl.LightningModule):
@@ -46,7 +47,7 @@ class Layers(pl.LightningModule):
 @dataclass
 class Figures:
     """Bytes per parameter between two steps; gradient bytes moved per parameter, casts of the weight that gets most of
-    them, and waits in one step."""
+    them, and waits in one step. The weight of a parameter without memory is what its 16-bit copy lacks."""
 
     weight: float
     gradient: float
@@ -61,14 +62,13 @@ class _Counter(TorchDispatchMode):
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         super().__init__()
         self.parameters = parameters
-        self.weights = {p.untyped_storage().data_ptr() for p in parameters}
         self.in_optimizer = self.after_backward = False
         self.reset()
 
     def reset(self) -> None:
         self.traffic = self.waits = 0
         self.casts: Counter[int] = Counter()
-        self.copies: set[int] = set()
+        self.copies: dict[int, torch.UntypedStorage] = {}  # kept, so that nothing else gets their memory
         self.kernels: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,21 +78,28 @@ class _Counter(TorchDispatchMode):
         read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)] if name == "_to_copy" else []
         written = tree_leaves(args[0]) if func._schema.is_mutable else made
-        if name == "_to_copy":
-            self.casts.update(storage_of(t) for t in read)
-        elif name in ("copy_", "_foreach_copy_"):
-            self.casts.update(storage_of(t) for t in written)
+        if name in ("copy_", "_foreach_copy_"):
             read = tree_leaves(args[1])
+        if name in COPIES:
+            self._count_casts(read, written)
         if self.after_backward and not self.in_optimizer and name not in VIEWS:
             self._count(name, read, written)
         return result
 
+    def _count_casts(self, read: list[Tensor], written: list[Tensor]) -> None:
+        """From and to weights, wherever their numbers are now."""
+        for pair in zip(read, written, strict=True):
+            if len({tensor.dtype for tensor in pair}) == 2:
+                ends = set(map(storage_of, pair)) - {0}
+                self.casts.update(id(p) for p in self.parameters if storage_of(p) in ends)
+
     def _count(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
-        gradients = {storage_of(p.grad) for p in self.parameters if p.grad is not None} | self.copies
+        gradients = {storage_of(p.grad) for p in self.parameters if p.grad is not None} | self.copies.keys()
         from_gradients = any(storage_of(t) in gradients for t in read)
-        if from_gradients and name in ("copy_", "_foreach_copy_", "_to_copy"):
-            self.copies |= {storage_of(t) for t in written} - self.weights
-            gradients |= self.copies
+        if from_gradients and name in COPIES:
+            weights = {storage_of(p) for p in self.parameters}
+            self.copies |= {storage_of(t): t.untyped_storage() for t in written if storage_of(t) not in weights}
+            gradients |= self.copies.keys()
         for tensor in [*read, *(t for t in written if isinstance(t, Tensor))]:
             if storage_of(tensor) in gradients:
                 self.traffic += tensor.nbytes
@@ -100,20 +107,25 @@ class _Counter(TorchDispatchMode):
 
 
 def storage_of(tensor: Tensor) -> int:
-    """An address; 0 for tensors that are made of others (torchao's), whose parts pass by as well."""
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+    """Which memory a tensor has; 0 for tensors that are made of others (torchao's), whose parts pass by as well, and
+    for parameters that have given theirs away, which asking would return."""
+    return tensor.untyped_storage()._cdata if type(tensor) in (Tensor, nn.Parameter) else 0
 
 
-def live_bytes() -> int:
-    """Bytes of all new tensors that are as large as a matrix, each memory counted once."""
+def live_bytes() -> Counter[bool]:
+    """Bytes of all new tensors that are as large as a matrix, each memory counted once: of numbers, and of integers."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
         if type(thing) in (Tensor, nn.Parameter) and thing.numel() >= WIDTH * WIDTH:
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None:
-                    storages[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
+                    size = tensor.untyped_storage().nbytes()
+                    storages[storage_of(tensor)] = tensor.is_floating_point(), size
+    live: Counter[bool] = Counter()
+    for is_number, size in storages.values():
+        live[is_number] += size
+    return live
 
 
 class Measure(Callback):
@@ -147,7 +159,8 @@ class Measure(Callback):
         self.mode.__exit__(None, None, None)
         parameters = list(module.parameters())
         number = sum(p.numel() for p in parameters)
-        weight = sum(p.nbytes for p in parameters)
+        live = live_bytes()
+        weight = live[False] + sum(p.nbytes for p in parameters if storage_of(p))
         gradient = sum(p.grad.nbytes for p in parameters)
         state = [
             t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor) and t.dim()
@@ -157,9 +170,9 @@ class Measure(Callback):
             weight / number,
             gradient / number,
             moments / number,
-            (live_bytes() - weight - gradient - moments) / number,
+            (live.total() - weight - gradient - moments) / number,
             self.mode.traffic / number,
-            max(self.mode.casts[storage_of(p)] for p in parameters),
+            max(self.mode.casts[id(p)] for p in parameters),
             self.mode.waits,
         )
 

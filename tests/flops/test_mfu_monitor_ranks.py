@@ -7,8 +7,7 @@ import torch
 from cpu_fsdp import CpuFsdp
 from gloo import run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
-from small_models import TokenModel, fit
-from torch.distributed.fsdp import fully_shard
+from small_models import TokenModel, fit, shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -34,9 +33,7 @@ class Ticking(TokenModel):
 
 class Sharded(Ticking):
     def configure_model(self) -> None:
-        if not isinstance(self.head.weight, DTensor):
-            for layer in (self.embedding, self.head):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        shard(self, self.embedding, self.head)
 
 
 class Parallel(Ticking):

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from memory_logger import MemoryLogger
-from small_models import fit, weights
+from small_models import Trained, fit, weights
 from torch import Tensor, nn
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, MFUMonitor, TokenLearningRate
@@ -16,19 +16,12 @@ from lightning_mp.tokens.loss_weighting import Weighting
 PEAK = 1e12
 
 
-class Segmentation(pl.LightningModule):
+def segmentation() -> Trained:
     """A class for every pixel: labels ``[batch, height, width]``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Conv2d(3, 5, 3, padding=1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    return Trained(
+        lambda module, batch: nn.functional.cross_entropy(module.layer(batch[0]), batch[1]),
+        layer=lambda: nn.Conv2d(3, 5, 3, padding=1),
+    )
 
 
 def segmented_pictures(sizes: tuple[int, ...] = (4, 4, 4, 4)) -> list[list[Tensor]]:
@@ -55,7 +48,7 @@ def segmented_pictures(sizes: tuple[int, ...] = (4, 4, 4, 4)) -> list[list[Tenso
 )
 def test_an_explicit_unit_or_count_beats_integer_labels(arguments: dict[str, Any], counted: int) -> None:
     logger, made = MemoryLogger(), MFUMonitor(peak_flops=PEAK, **arguments)
-    fit(Segmentation(), segmented_pictures(), made, logger=logger, log_every_n_steps=1)
+    fit(segmentation(), segmented_pictures(), made, logger=logger, log_every_n_steps=1)
     totals = made.throughput.totals
     assert (totals.input_tokens, totals.useful_tokens) == (counted, counted)
     per_picture = 2 * 2 * (3 * 3 * 3 * 5 * 8 * 8)  # forward and the gradient of the weight; the input needs none
@@ -66,7 +59,7 @@ def test_an_explicit_unit_or_count_beats_integer_labels(arguments: dict[str, Any
 
 def test_samples_weigh_micro_batches_as_where_the_scheduler_says_so() -> None:
     def trained(*callbacks: Any) -> list[Tensor]:
-        module = Segmentation()
+        module = segmentation()
         fit(module, segmented_pictures((4, 2, 3, 1)), *callbacks)
         return weights(module)
 
@@ -86,7 +79,7 @@ def test_what_a_monitor_counts_is_its_own(arguments: dict[str, Any], other: Any)
     """The run ends where it ends without it, with the same weights: a budget and weights count labels."""
     trained, made = [], MFUMonitor(**arguments)
     for callbacks in ([], [made]):
-        module = Segmentation()
+        module = segmentation()
         trainer = fit(module, segmented_pictures(), *callbacks, other())
         trained.append([*weights(module), torch.tensor(trainer.global_step)])
     assert all(map(torch.equal, *trained))
@@ -112,4 +105,4 @@ def test_a_count_is_its_own_bound_and_a_tensor_on_a_device_is_not_read(kind: Any
 def test_samples_of_a_monitor_are_no_tokens_of_a_learning_rate() -> None:
     batches = [[torch.randn(4, 3, 8, 8), torch.randn(4, 5, 8, 8)]]
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="TokenLearningRate"):
-        fit(Segmentation(), batches, MFUMonitor(unit="sample"), TokenLearningRate(lambda _: 1.0, tokens=100))
+        fit(segmentation(), batches, MFUMonitor(unit="sample"), TokenLearningRate(lambda _: 1.0, tokens=100))

@@ -264,8 +264,6 @@ def test_frozen_weights_have_no_product_for_their_gradient() -> None:
 
 def test_the_frozen_share_of_the_formula() -> None:
     assert flops_per_token(100, convention="6N", frozen_parameters=40) == 6 * 60 + 4 * 40
-    with pytest.raises(ValueError, match=r"`frozen_parameters` \(200\) cannot be more than `parameters` \(100\)"):
-        flops_per_token(100, convention="6N", frozen_parameters=200)
 
 
 # -- what is run again -------------------------------------------------------------------------------------------------
@@ -377,16 +375,6 @@ def test_shapes_that_depend_on_numbers_need_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"could not run the step on the meta device.*Count it as it runs: with"):
         count_flops(module, batch)
     assert as_it_runs(module, batch).forward == 2 * 2
-
-
-def test_nothing_to_differentiate_is_said() -> None:
-    with pytest.raises(ValueError, match="found nothing to differentiate: no output of the step has a gradient"):
-        count_flops(nn.Linear(2, 2).requires_grad_(False), torch.zeros(1, 2))
-
-
-def test_an_error_of_the_module_stays_what_it_is() -> None:
-    with pytest.raises(RuntimeError, match="must have same reduction dim|shapes cannot be multiplied"):
-        count_flops(nn.Linear(2, 2), torch.zeros(1, 3))
 
 
 def test_operations_without_a_formula_are_named() -> None:
@@ -522,12 +510,8 @@ def test_a_causal_model_of_hugging_face_is_counted_without_numbers(make: Any, pa
     assert count_flops(model, batch).model == as_it_runs(model, batch).model
 
 
-def test_a_module_without_a_shape_says_what_to_give() -> None:
+def test_a_module_without_a_shape_is_counted_by_its_parameters() -> None:
     assert module_flops_per_token(nn.Linear(2, 3), "6N", 1) == 36
-    with pytest.raises(ValueError, match=r"'palm' convention needs the number of layers.*Give the number itself"):
-        module_flops_per_token(nn.Linear(2, 3), "palm", 1)
-    with pytest.raises(ValueError, match="Unknown FLOPs convention '8N'. Use one of 6N, palm, megatron, or 'exact'"):
-        module_flops_per_token(nn.Linear(2, 3), "8N", 1)
 
 
 def test_on_the_meta_device_plain_tensors_of_modules_are_there_too() -> None:

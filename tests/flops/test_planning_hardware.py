@@ -198,18 +198,6 @@ def test_a_row_without_a_second_look_is_loaded_as_unchecked() -> None:
     assert hardware._chip_from_row({**row, "source": "", "checked": "2026-11"}).checked == "2026-11"
 
 
-def test_a_format_without_a_figure_says_which_are_known() -> None:
-    with pytest.raises(ValueError, match=r"No tf32 peak is known for V100 SXM2\. Known for it: fp32, fp16\."):
-        peak_flops("Tesla V100-SXM2-32GB", "tf32")
-    with pytest.raises(ValueError, match=r"No fp64 peak is known for A10\. Known for it: fp32, tf32, bf16, fp16\."):
-        peak_flops("NVIDIA A10", torch.float64)
-
-
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ValueError, match="Unknown number format 'int8'"):
-        peak_flops("NVIDIA A10", "int8")
-
-
 @pytest.mark.parametrize(
     ("precision", "tf32", "expected"),
     [

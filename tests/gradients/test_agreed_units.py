@@ -12,7 +12,7 @@ from gloo import process_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import fit, loader, quiet_trainer
+from small_models import fit, loader, quiet_trainer, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -73,9 +73,7 @@ class Stock(Routed):
     """As Lightning's own strategy wants it."""
 
     def configure_model(self) -> None:
-        if not hasattr(self.pair, "unshard"):
-            for part in (*self.blocks, self.pair):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+        shard(self, *self.blocks, self.pair)
 
 
 def strategy(kind: str) -> Any:

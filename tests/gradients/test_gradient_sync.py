@@ -2,16 +2,18 @@
 
 import io
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from gloo import process_group, run_ranks
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from reductions_counter import CountReductions, ReductionsPerStep
-from small_models import TokenModel, adamw, loader, quiet_trainer, token_batches, weights
+from small_models import ShardedTokenModel, TokenModel, adamw, loader, quiet_trainer, token_batches, weights
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -25,12 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned
 COUNTS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6]}
 
 
-class Sharded(TokenModel):
-    def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]
-        for layer in (self.head, self.embedding):
-            if not isinstance(layer.weight, DTensor):
-                fully_shard(layer, mesh=mesh)
+class Validated(TokenModel):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.training_step(batch, batch_idx)
 
 
 def full(module: TokenModel) -> list[torch.Tensor]:
@@ -44,7 +43,7 @@ def test_fsdp2_reduces_as_asked_and_ends_at_the_weights_of_ddp(sync: Any, precis
     """Two sharded layers; windows of 3, 3 and 1 micro-batches."""
 
     def train(rank: int, sharded: bool) -> Any:
-        module = Sharded(adamw) if sharded else TokenModel(adamw)
+        module = ShardedTokenModel(adamw) if sharded else TokenModel(adamw)
         counter = ReductionsPerStep()
         trainer = quiet_trainer(
             devices=2,
@@ -66,7 +65,7 @@ def test_fsdp2_reduces_as_asked_and_ends_at_the_weights_of_ddp(sync: Any, precis
 def test_fsdp2_is_left_reducing_after_the_run() -> None:
     """A window was open when the run broke off; a plain loop that comes after it still reduces."""
 
-    class Broken(Sharded):
+    class Broken(ShardedTokenModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 1:
                 raise KeyError("planted")
@@ -146,13 +145,52 @@ def test_the_bytes_of_both_ways_are_printed(sync: Any) -> None:
         logging.getLogger().addHandler(logging.StreamHandler(said))
         strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
         trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[AccumulationScheduler({0: 3}, sync=sync)])
-        trainer.fit(Sharded(adamw), loader(token_batches(COUNTS[rank][:3])))
+        trainer.fit(ShardedTokenModel(adamw), loader(token_batches(COUNTS[rank][:3])))
         return said.getvalue()
 
     said = run_ranks(train, 2)[0]
     # 187 weights of 4 bytes: 11 x 8 + 8 x 11 + 11
     assert "7.48e-07 GB" in said
     assert ("reduced once per window" in said) == (sync == "window")
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views of buckets"])
+def test_a_static_graph_takes_windows_from_the_first_step_on(views: bool) -> None:
+    """torch's assertion ends a first backward that does not reduce; here it reduces, and the gradient is the same."""
+
+    def train(rank: int, windows: str, plugins: list[Any], static_graph: bool) -> Any:
+        accumulation: dict[str, dict[str, Any]] = {
+            "Trainer's": {"accumulate_grad_batches": 3},
+            "Lightning's callback": {"callbacks": [GradientAccumulationScheduler({0: 3})]},
+            "ours": {"callbacks": [AccumulationScheduler({0: 3, 1: 2}, unit="step")]},
+            "ours, later": {"callbacks": [AccumulationScheduler({0: 1, 1: 3}, unit="step")]},
+        }
+        module = Validated(adamw)
+        strategy = DDPStrategy(process_group_backend="gloo", static_graph=static_graph, gradient_as_bucket_view=views)
+        settings = accumulation[windows] | {"num_sanity_val_steps": 1}  # a forward without a backward
+        trainer = quiet_trainer(devices=2, strategy=strategy, plugins=plugins, **settings)
+        batches = token_batches(COUNTS[rank])
+        trainer.fit(module, loader(batches), loader(batches))
+        return weights(module)
+
+    def compare(rank: int) -> list[Any]:
+        bf16: Any = partial(AutocastPrecision, "bf16-mixed")
+        return [
+            [train(rank, windows, [bf16()] * in_bf16, static) for static in (True, False)]
+            for windows, in_bf16 in (
+                ("Trainer's", True),
+                ("Lightning's callback", True),
+                ("ours", True),
+                ("ours", False),
+                ("ours, later", True),
+            )
+        ]
+
+    for of_rank in zip(*run_ranks(compare, 2), strict=True):
+        for static, plain in of_rank:
+            for a, b in zip(static, plain, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+        assert all(map(torch.equal, of_rank[0][0], of_rank[1][0]))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])

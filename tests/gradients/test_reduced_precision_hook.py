@@ -5,9 +5,10 @@ import time
 from typing import Any, Generic, TypeVar
 
 import pytest
+import small_models
 import torch
 import torch.distributed as dist
-from gloo import process_group
+from gloo import on_ranks, process_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -281,8 +282,7 @@ def test_the_stock_strategy_takes_the_hook_on_cuda() -> None:
     strategy = DDPStrategy(ddp_comm_hook=reduced_precision_hook(torch.bfloat16))
     seen: list[Tensor] = []
     module.on_after_backward = lambda: seen.extend(p.grad.clone() for p in module.parameters())  # type: ignore[union-attr]
-    trainer = quiet_trainer(accelerator="gpu", strategy=strategy, plugins=[AutocastPrecision("bf16-mixed")])
-    trainer.fit(module, loader(BATCHES[0]))
+    small_models.fit(module, BATCHES[0], plugin=AutocastPrecision("bf16-mixed"), accelerator="gpu", strategy=strategy)
     assert seen
     assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in seen)
 
@@ -324,20 +324,6 @@ def test_the_hook_survives_pickling() -> None:
         assert pickle.loads(pickle.dumps(hook)) is hook
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, "float8", None, 16])
-def test_other_dtypes_are_refused(dtype: Any) -> None:
-    with pytest.raises(ValueError, match=r"reduced_precision_hook\(dtype=.*it must be torch.bfloat16 or 'bf16'"):
-        reduced_precision_hook(dtype)
-    with pytest.raises(ValueError, match="it must be torch.bfloat16"):
-        ReducedPrecisionDDPStrategy(dtype)
-
-
-@pytest.mark.parametrize("name", ["ddp_comm_hook", "ddp_comm_wrapper"])
-def test_a_second_hook_is_refused(name: str) -> None:
-    with pytest.raises(MisconfigurationException, match=f"Leave {name} out, or use DDPStrategy"):
-        ReducedPrecisionDDPStrategy("bf16", **{name: fp16_compress_hook})
-
-
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("plugins", "found"),
@@ -348,12 +334,8 @@ def test_a_second_hook_is_refused(name: str) -> None:
     ],
     ids=["none", "bf16-mixed", "disabled"],
 )
-def test_fp16_without_a_scaler_is_refused(plugins: Any, found: str) -> None:
-    def train(rank: int) -> None:
-        trainer = quiet_trainer(devices=2, strategy="mp_ddp_fp16_reduce", plugins=plugins)
-        with pytest.raises(
-            MisconfigurationException, match=rf"has {found}\): small .* Use AutocastPrecision\('16-mixed'"
-        ):
-            trainer.fit(Regression(adamw), loader(BATCHES[rank]))
-
-    run_ranks(train, 2)
+@on_ranks(run_ranks, 2)
+def test_fp16_without_a_scaler_is_refused(rank: int, plugins: Any, found: str) -> None:
+    trainer = quiet_trainer(devices=2, strategy="mp_ddp_fp16_reduce", plugins=plugins)
+    with pytest.raises(MisconfigurationException, match=rf"has {found}\): small .* Use AutocastPrecision\('16-mixed'"):
+        trainer.fit(Regression(adamw), loader(BATCHES[rank]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import process_group
+from gloo import on_ranks, process_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from small_models import Regression, loader, quiet_trainer, regression_batches, sgd
@@ -136,52 +136,42 @@ def test_a_strategy_says_who_steps_together() -> None:
         assert (asked, never_asked) == (1, 0)  # once per fit
 
 
-@pytest.mark.parametrize(("ranks_per_parameter", "plain_replicas"), [(0, 1), (4, 3), (2, 4), (4, 0)])
-def test_numbers_that_cannot_be_are_refused(ranks_per_parameter: int, plain_replicas: int) -> None:
-    with pytest.raises(ValueError, match="both must be 1 or more, and plain_replicas must divide ranks_per_parameter"):
-        GradientReplication(None, ranks_per_parameter, plain_replicas)
+@on_ranks(run_ranks, 2)
+def test_a_mesh_with_more_ranks_than_hold_the_parameters_is_refused(rank: int) -> None:
+    with process_group():
+        gradient = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(
+            ValueError,
+            match=r"ranks_per_parameter=1\): it must be a multiple of 2, the ranks of a gradient's mesh \(2,\)",
+        ):
+            GradientReplication(None, 1, 1).copies([gradient], [gradient])
 
 
-def test_a_mesh_with_more_ranks_than_hold_the_parameters_is_refused() -> None:
-    def run(rank: int) -> None:
-        with process_group():
-            gradient = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
-            with pytest.raises(
-                ValueError,
-                match=r"ranks_per_parameter=1\): it must be a multiple of 2, the ranks of a gradient's mesh \(2,\)",
-            ):
-                GradientReplication(None, 1, 1).copies([gradient], [gradient])
+@on_ranks(run_ranks, 2)
+def test_groups_of_one_kind_are_left_alone_and_split_ones_come_back_after_an_exception(rank: int) -> None:
+    with process_group():
+        mesh = init_device_mesh("cpu", (2,))
+        plain, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        sharded = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
+        groups = [{"params": [plain, sharded, other], "lr": 0.5}, {"params": [nn.Parameter(torch.ones(1))]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
+        before, first = optimizer.param_groups, list(optimizer.param_groups)
 
-    run_ranks(run, 2)
+        def inside() -> None:
+            with one_mesh_per_group(optimizer):
+                assert optimizer.param_groups is before
+                assert [g["lr"] for g in before] == [0.5, 0.5, 0.1]
+                assert [[id(p) for p in g["params"]] for g in before[:2]] == [[id(plain), id(other)], [id(sharded)]]
+                assert before[2] is first[1]
+                raise KeyError
 
-
-def test_groups_of_one_kind_are_left_alone_and_split_ones_come_back_after_an_exception() -> None:
-    def run(rank: int) -> None:
-        with process_group():
-            mesh = init_device_mesh("cpu", (2,))
-            plain, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
-            sharded = nn.Parameter(distribute_tensor(torch.ones(2), mesh, [Shard(0)]))
-            groups = [{"params": [plain, sharded, other], "lr": 0.5}, {"params": [nn.Parameter(torch.ones(1))]}]
-            optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
-            before, first = optimizer.param_groups, list(optimizer.param_groups)
-
-            def inside() -> None:
-                with one_mesh_per_group(optimizer):
-                    assert optimizer.param_groups is before
-                    assert [g["lr"] for g in before] == [0.5, 0.5, 0.1]
-                    assert [[id(p) for p in g["params"]] for g in before[:2]] == [[id(plain), id(other)], [id(sharded)]]
-                    assert before[2] is first[1]
-                    raise KeyError
-
-            with pytest.raises(KeyError):
-                inside()
-            assert optimizer.param_groups is before
-            assert all(now is then for now, then in zip(before, first, strict=True))
-            looped = torch.optim.AdamW([plain, sharded], foreach=False)
-            with one_mesh_per_group(looped):
-                assert len(looped.param_groups) == 1
-
-    run_ranks(run, 2)
+        with pytest.raises(KeyError):
+            inside()
+        assert optimizer.param_groups is before
+        assert all(now is then for now, then in zip(before, first, strict=True))
+        looped = torch.optim.AdamW([plain, sharded], foreach=False)
+        with one_mesh_per_group(looped):
+            assert len(looped.param_groups) == 1
 
 
 def test_the_scaler_leaves_plain_groups_alone() -> None:

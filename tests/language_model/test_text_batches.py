@@ -82,11 +82,6 @@ def test_resuming_with_another_global_batch_size_is_refused():
         _batches(world_size=2).load_state_dict(state)
 
 
-def test_a_text_smaller_than_one_batch_is_refused():
-    with pytest.raises(ValueError, match=r"the text has 2 blocks of 7 tokens, and one batch .* needs 3"):
-        TextBatches(TEXT[:20], batch_size=3, block_tokens=7)
-
-
 def test_held_out_batches_are_the_same_every_time_and_spread_over_the_text():
     batches = HeldOutBatches(TEXT, batch_size=3, block_tokens=7, max_batches=4)
     rows = _rows(batches)
@@ -108,8 +103,3 @@ def test_held_out_ranks_do_not_overlap_and_have_equal_sizes():
 def test_a_held_out_text_with_fewer_blocks_than_a_batch_is_used_whole():
     batches = HeldOutBatches(TEXT[:36], batch_size=16, block_tokens=7, max_batches=4)
     assert [inputs.shape for inputs, _ in batches] == [(5, 7)]
-
-
-def test_a_held_out_text_without_a_block_for_every_rank_is_refused():
-    with pytest.raises(ValueError, match=r"has 1 blocks of 7 tokens, and 2 are needed, one for every rank"):
-        HeldOutBatches(TEXT[:8], batch_size=1, block_tokens=7, max_batches=1, world_size=2)

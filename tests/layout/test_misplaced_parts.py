@@ -24,10 +24,8 @@ from lightning_mp import (
     ReducedPrecisionDDPStrategy,
     StopAtBoundary,
     TF32Precision,
-    TokenLearningRate,
     UnderflowMonitor,
     WarmupCosine,
-    WarmupStableDecay,
     preflight,
 )
 
@@ -90,12 +88,6 @@ def test_a_callback_that_is_given_twice_is_refused_by_its_name(make: Callable[[]
     with pytest.raises(MisconfigurationException, match=f"more than one {type(first).__name__}, and one is enough"):
         quiet_trainer(callbacks=[first, LambdaCallback(), second])
     quiet_trainer(callbacks=[first])
-
-
-@pytest.mark.parametrize("kind", [WarmupCosine, WarmupStableDecay])
-def test_a_schedule_without_its_parentheses(kind: type) -> None:
-    with pytest.raises(ValueError, match=rf"{kind.__name__} is a class. Make an instance: {kind.__name__}\(\)"):
-        TokenLearningRate(kind, tokens=100)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("every_n_steps", "at"), [(3, 3), (100, 12)])

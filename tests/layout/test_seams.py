@@ -570,8 +570,7 @@ def test_a_closure_taken_apart_runs_what_lightning_runs():
     models = []
     for callbacks in ([], [Taking()]):
         model = Watched()
-        trainer = quiet_trainer(callbacks=callbacks, accumulate_grad_batches=2)
-        trainer.fit(model, loader(regression_batches(4)))
+        trainer = fit(model, regression_batches(4), *callbacks, accumulate_grad_batches=2)
         models.append((list(model.parameters()), trainer.callback_metrics))
     (stock, metrics), (ours, our_metrics) = models
     assert all(map(torch.equal, stock, ours))

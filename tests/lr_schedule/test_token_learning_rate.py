@@ -1,7 +1,6 @@
 """TokenLearningRate: the rate that every optimizer step really uses, by the tokens trained on before it."""
 
 import csv
-import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -305,24 +304,6 @@ def test_steps_that_are_still_to_grow_are_no_reason_to_warn() -> None:
 
 def test_a_trial_of_one_batch_warns_of_nothing() -> None:
     fit(Recording(), [TokenLearningRate(COSINE, tokens=1000)], fast_dev_run=1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tokens": 0}, "whole number of tokens, 1 or more"),
-        ({"tokens": 1.5}, r"TokenLearningRate\(tokens=1.5\): it must be a whole number of tokens, 1 or more"),
-        ({"tokens": "20 billions"}, "`tokens` cannot be read, got '20 billions'"),
-        ({"tokens": True}, r"TokenLearningRate\(tokens=True\)"),
-        ({"tokens": math.nan}, r"TokenLearningRate\(tokens=nan\)"),
-        ({"count": 5}, "count=5 must be a function"),
-        ({"schedule": 0.1}, r"TokenLearningRate\(schedule=0.1\): it must be a WarmupStableDecay"),
-        ({"schedule": lambda fraction: -fraction}, "it gives -0.5 for the fraction 0.5"),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TokenLearningRate(**({"schedule": COSINE} | arguments))
 
 
 def test_what_cannot_work_is_refused_at_set_up() -> None:

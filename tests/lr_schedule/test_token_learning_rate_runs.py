@@ -10,13 +10,12 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from recorded_rates import COSINE, LENGTHS, TOTAL, WSD, Recording, adamw, expected, first, fit, fused, tensor_rate
+from small_models import shard
 from third_party_optimizers import THIRD_PARTY
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.token_learning_rate import CooldownRequest, TokenLearningRate
-from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
+from lightning_mp.lr_schedule.schedules import WarmupStableDecay
 
 SKIPPED = (0, 3, 4, 9)
 
@@ -281,21 +280,6 @@ def test_a_share_of_nothing_is_one_token() -> None:
     assert [CooldownRequest.tokens(0.2, trained_tokens=tokens) for tokens in (0, 1, 400)] == [1, 1, 100]
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({}, r"needs one of tokens and fraction, .*this schedule is WarmupCosine\("),
-        ({"tokens": 5, "fraction": 0.1}, "needs one of tokens and fraction"),
-        ({"fraction": 1.0}, r"cooldown_now\(fraction=1.0\): it must be a number between 0 and 1"),
-        ({"fraction": "a"}, r"cooldown_now\(fraction='a'\): it must be a number between 0 and 1"),
-        ({"tokens": 0.5}, r"cooldown_now\(tokens=0.5\): it must be a whole number of tokens"),
-    ],
-)
-def test_wrong_cooldowns_are_refused(how: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TokenLearningRate(WarmupCosine()).cooldown_now(**how)
-
-
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 COUNTS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6]}
@@ -390,9 +374,7 @@ def test_sharded_optimizers_resume_at_the_same_rate(tmp_path: Path) -> None:
 
     class Sharded(Recording):
         def configure_model(self) -> None:
-            for layer in (self.head, self.embedding):
-                if not isinstance(layer.weight, DTensor):
-                    fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+            shard(self, self.head, self.embedding)
 
     def train(rank: int) -> tuple[list[float], list[float]]:
         def arguments() -> dict[str, Any]:

@@ -164,21 +164,3 @@ def test_it_is_logged_by_lightning_like_any_metric():
         logits = torch.cat([module.head(module.embedding(x)).flatten(0, 1) for x, _ in batches])
     expected = in_float64(logits, torch.cat([y.flatten() for _, y in batches]))
     assert results["val/perplexity"] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("logits", "target", "message"),
-    [
-        (torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.long), r"got \(2, 3, 5\) and \(2, 4\)\. A next-token"),
-        (torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long), "`logits` must be floating point"),
-        (torch.zeros(2, 5), torch.zeros(2), "`target` must hold token ids as integers, got dtype torch.float32"),
-    ],
-)
-def test_wrong_tensors_are_named(logits, target, message):
-    with pytest.raises(ValueError, match=message):
-        TokenPerplexity().update(logits, target)
-
-
-def test_a_wrong_ignore_index_is_named():
-    with pytest.raises(ValueError, match=r"TokenPerplexity\(ignore_index='pad'\) is not valid: it must be an integer"):
-        TokenPerplexity(ignore_index="pad")

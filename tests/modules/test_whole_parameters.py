@@ -7,9 +7,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cpu_fsdp import CpuFsdp
-from gloo import process_group
+from gloo import on_ranks, process_group
 from gloo import run_same_ranks as run_ranks
-from small_models import TokenModel, fit, loader, quiet_trainer, token_batches
+from small_models import TokenModel, fit, token_batches
 from strategy_rows import STRATEGIES
 from strategy_runs import Layout, share
 from strategy_runs import batches as rows_of
@@ -52,9 +52,7 @@ def found_under(layout: Layout, rank: int, *, scaled: bool = False) -> tuple[Any
     strategy = layout.make()
     # Gradients reduced in fp16 want a loss scale.
     plugins = [AutocastPrecision("16-mixed")] if scaled else []
-    quiet_trainer(
-        devices=layout.ranks, strategy=strategy, plugins=plugins, callbacks=[look, budget], max_epochs=-1, max_steps=1
-    ).fit(module, loader(data))
+    fit(module, data, look, budget, devices=layout.ranks, strategy=strategy, plugins=plugins, steps=1)
     return look.shapes, look.products, budget.budget_tokens
 
 
@@ -128,22 +126,15 @@ def test_layers_that_are_made_in_configure_model_count() -> None:
     assert budget.budget_tokens == 187
 
 
-def test_lazy_layers_are_refused_by_class() -> None:
-    with pytest.raises(ValueError, match=r"A parameter of LazyLinear has no shape yet.*Run one batch through"):
-        whole_parameters(nn.Sequential(nn.LazyLinear(3)))
-
-
-def test_the_inside_of_a_unit_is_refused_with_where_the_shapes_are() -> None:
-    def on_rank(rank: int) -> None:
-        with process_group():
-            inside = nn.Sequential(nn.Linear(4, 3))
-            FullyShardedDataParallel(inside, device_id=torch.device("cpu"), use_orig_params=True)
-            with pytest.raises(ValueError, match="flat shards of FSDP1.*trainer.strategy.model"):
-                whole_parameters(inside)
-            with pytest.raises(ValueError, match="sharded parameters. Count before"):
-                count_flops(inside, torch.zeros(2, 4))
-
-    run_ranks(on_rank, 2)
+@on_ranks(run_ranks, 2)
+def test_the_inside_of_a_unit_is_refused_with_where_the_shapes_are(rank: int) -> None:
+    with process_group():
+        inside = nn.Sequential(nn.Linear(4, 3))
+        FullyShardedDataParallel(inside, device_id=torch.device("cpu"), use_orig_params=True)
+        with pytest.raises(ValueError, match="flat shards of FSDP1.*trainer.strategy.model"):
+            whole_parameters(inside)
+        with pytest.raises(ValueError, match="sharded parameters. Count before"):
+            count_flops(inside, torch.zeros(2, 4))
 
 
 def test_unsharded_bytes_of_fsdp1_are_those_of_the_whole_model() -> None:
@@ -180,14 +171,12 @@ def test_unsharded_bytes_beside_tensor_parallelism_are_those_of_a_ranks_layers()
     assert run_ranks(on_rank, 4) == [4 * (8 * 16 // 2 + 16 * 4)] * 4
 
 
-def test_ranks_with_different_models_are_refused_together() -> None:
-    def on_rank(rank: int) -> None:
-        with process_group():
-            assert agreed_count(5, torch.device("cpu"), "parameters") == 5
-            with pytest.raises(ValueError, match="Ranks count different parameters: 5 on one and 6 on another"):
-                agreed_count(5 + rank, torch.device("cpu"), "parameters")
-
-    run_ranks(on_rank, 2)
+@on_ranks(run_ranks, 2)
+def test_ranks_with_different_models_are_refused_together(rank: int) -> None:
+    with process_group():
+        assert agreed_count(5, torch.device("cpu"), "parameters") == 5
+        with pytest.raises(ValueError, match="Ranks count different parameters: 5 on one and 6 on another"):
+            agreed_count(5 + rank, torch.device("cpu"), "parameters")
 
 
 def test_ddp_and_compiled_modules_are_seen_through() -> None:

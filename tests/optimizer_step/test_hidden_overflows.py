@@ -187,6 +187,23 @@ def test_a_loss_that_was_not_scaled_is_an_error(precision: str, kind: Any, raw_f
     assert "scale" not in vars(plugin.scaler)
 
 
+class OneOverflow(RawForTheSecond):
+    """Of the second optimizer, whose gradients are still there in the next backward of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__(raw_from=99)
+        self.overflows = {3}  # of the losses, two in each batch
+
+    def on_after_backward(self) -> None:
+        pass  # it might write gradients, so these are read before it
+
+
+def test_an_overflow_of_one_optimizer_is_skipped_once() -> None:
+    module, monitor, scaler = OneOverflow(), OverflowMonitor(), LossScaler("cpu", init_scale=1024.0)
+    fit(module, regression_batches(6), monitor, plugin=AutocastPrecision("16-mixed", scaler=scaler))
+    assert (monitor.skipped_steps, scaler.get_scale()) == (1, 512.0)
+
+
 def test_and_in_the_second_fit_of_a_plugin() -> None:
     plugin = PLUGINS["16-mixed"]()
     fit(Raw(raw_from=9), regression_batches(3), plugin=plugin)
@@ -266,6 +283,36 @@ def test_ten_steps_without_a_gradient_are_told_once(empty: Any, on_parameters: b
             fit(Empties(empty, on_parameters), regression_batches(batches), plugin=PLUGINS["16-mixed"]())
         start = "The last 10 steps of SGD had no gradient, or zeros, at loss scale"
         assert sum(str(warning.message).startswith(start) for warning in caught) == times
+
+
+class Times(Regression):
+    factor = 1e-12
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.factor * super().training_step(batch, batch_idx)
+
+
+class ClearsOverflows(Empties, Times):
+    factor = 50.0
+
+
+@pytest.mark.parametrize(
+    ("make", "idle_at", "trains_at"),
+    [(lambda: ClearsOverflows(clear_if_not_finite, False), 2.0**24, 1.0), (lambda: Times(sgd), 1.0, 2.0**24)],
+    ids=["overflows are cleared", "underflow"],
+)
+def test_both_causes_of_such_steps_are_named_and_another_scale_tells_them_apart(
+    make: Callable[[], Any], idle_at: float, trains_at: float
+) -> None:
+    for scale, is_idle in ((idle_at, True), (trains_at, False)):
+        scaler = LossScaler("cpu", init_scale=scale, growth_interval=1000)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(make(), regression_batches(12), plugin=AutocastPrecision("16-mixed", scaler=scaler))
+        found = [text for w in caught if "had no gradient, or zeros, at loss scale" in (text := str(w.message))]
+        assert len(found) == is_idle
+        for part in ("code clears or replaces non-finite gradients: leave it out", "Or all gradients underflow"):
+            assert all(part in text for text in found)
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,8 @@ def test_lbfgs_descends_on_masters(storage: Any) -> None:
     module = Losses(OPTIMIZERS["lbfgs"])
     module.losses = []
     (batch,) = regression_batches(1)
-    quiet_trainer(plugins=[MasterWeightsPrecision("bf16-true", storage=storage)]).fit(
-        module, loader([batch] * 3)
+    small_models.fit(
+        module, [batch] * 3, plugin=MasterWeightsPrecision("bf16-true", storage=storage)
     )  # later the loss is zero, and its curvature noise
     assert 6 < len(module.losses) <= 12  # up to four evaluations per step
     assert module.losses[-1] < 0.1 * module.losses[0]

@@ -248,8 +248,7 @@ def test_weights_are_averaged_every_so_many_steps_that_were_made(every: int) -> 
 
     def averages(batches: list[Any], overflows: list[int]) -> list[torch.Tensor]:
         module = Regression(sgd, overflows=overflows)
-        trainer = quiet_trainer(plugins=[ours()], callbacks=[EMAWeightAveraging(decay=0.5, update_every_n_steps=every)])
-        trainer.fit(module, loader(batches))
+        small_models.fit(module, batches, EMAWeightAveraging(decay=0.5, update_every_n_steps=every), plugin=ours())
         return weights(module)
 
     batches = regression_batches(10)
@@ -346,8 +345,7 @@ def test_the_module_is_told_too() -> None:
 
     module = Told(sgd, overflows=[1])
     module.told = []
-    trainer = quiet_trainer(plugins=[ours()])
-    trainer.fit(module, loader(regression_batches(3)))
+    small_models.fit(module, regression_batches(3), plugin=ours())
     assert module.told == [True, False, True]
 
 

@@ -1,5 +1,6 @@
 """Fused matrices whose blocks Muon orthogonalises apart: to the bit what a module with one weight for each gets."""
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch.optim import SGD, AdamW, Muon
 
 from lightning_mp import AutocastPrecision, JointOptimizer, matrices_and_rest
 from lightning_mp.checkpoints.fused_qkv import FusedOrder, fused_orders, hold_in_rank_order
+from lightning_mp.language_model.gpt import GPT, CausalSelfAttention, GPTConfig
+from lightning_mp.optimizers.fused_layers import known_splits
 from lightning_mp.optimizers.matrix_blocks import BLOCKS, blocks_of
 
 WIDTH = 6
@@ -146,19 +149,91 @@ def test_a_checkpoint_does_not_change_how_the_module_divides() -> None:
     assert any(kept)
 
 
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [
-        ({"attention": 3}, "'attention' matches no matrix, nor a layer whose weight is one.*query_key_value.weight"),
-        ({"query_key_value": 5}, "query_key_value.weight has 24 outputs, which do not divide as 5 says"),
-        ({"query_key_value": (16, 4, 3)}, r"24 outputs, which do not divide as \(16, 4, 3\) says"),
-        ({"query_key_value": True}, "do not divide as True says"),
-        ({"query_key_value": 3, "query*": 2}, "two patterns match query_key_value.weight"),
-    ],
+KNOWN = (
+    *("GPT-2", "GPT-2, cross-attention", "GPT-NeoX", "BLOOM", "Phi-3", "Phi-3, MLP"),
+    *("the demo's", "nn.MultiheadAttention", "nn.TransformerEncoderLayer"),
 )
-def test_what_does_not_divide_is_refused(split: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        matrices_and_rest(Fused(), split=split)
+
+
+def known_attention() -> dict[str, nn.Module]:
+    """Attention of each known class, whose weight the table names."""
+    from transformers import BloomConfig, GPT2Config, GPTNeoXConfig, Phi3Config
+    from transformers.models.bloom.modeling_bloom import BloomAttention
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
+    from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP
+
+    torch.manual_seed(0)
+    phi3 = Phi3Config(hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2)
+    return {
+        "GPT-2": GPT2Attention(GPT2Config(n_embd=16, n_head=4)),
+        "GPT-2, cross-attention": GPT2Attention(GPT2Config(n_embd=16, n_head=4), is_cross_attention=True),
+        "GPT-NeoX": GPTNeoXAttention(GPTNeoXConfig(hidden_size=16, num_attention_heads=4), layer_idx=0),
+        "BLOOM": BloomAttention(BloomConfig(hidden_size=16, n_head=4), layer_idx=0),
+        "Phi-3": Phi3Attention(phi3, layer_idx=0),
+        "Phi-3, MLP": Phi3MLP(phi3),
+        "the demo's": CausalSelfAttention(GPTConfig(layers=1, heads=4, width=16)),
+        "nn.MultiheadAttention": nn.MultiheadAttention(16, 4, batch_first=True),
+        "nn.TransformerEncoderLayer": nn.TransformerEncoderLayer(16, 4, batch_first=True),
+    }
+
+
+def called(name: str, attention: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What comes out of it, in training mode as in evaluation."""
+    if name == "GPT-NeoX":
+        tables = torch.ones(1, x.shape[1], 4), torch.zeros(1, x.shape[1], 4)
+        return attention.eval()(x, None, position_embeddings=tables)[0]
+    if name == "Phi-3":
+        tables = torch.ones(1, x.shape[1], 4), torch.zeros(1, x.shape[1], 4)
+        return attention.eval()(x, tables, None)[0]
+    if name == "BLOOM":
+        alibi = torch.zeros(x.shape[0] * 4, 1, x.shape[1])
+        mask = torch.zeros(x.shape[0], 1, x.shape[1], x.shape[1])
+        return attention.eval()(x, torch.zeros_like(x), alibi=alibi, attention_mask=mask)[0]
+    if name == "GPT-2, cross-attention":
+        return attention.eval()(x, encoder_hidden_states=x)[0]
+    result = attention.eval()(x, x, x) if name == "nn.MultiheadAttention" else attention.eval()(x)
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_weights_of_known_classes_are_divided(name: str) -> None:
+    """The last block are values: without them nothing of the input gets through. The first are queries or keys."""
+    module = known_attention()[name]
+    [(weight, parts)] = known_splits(module).items()
+    groups, _ = matrices_and_rest(module, matrices=[weight], split="auto")
+    [(dim, blocks)] = [group[BLOCKS] for group in groups if BLOCKS in group]
+    assert len(blocks) == (parts if isinstance(parts, int) else len(parts))
+    x, y = torch.randn(2, 2, 5, 16)
+    if name == "nn.TransformerEncoderLayer":
+        return  # its attention is the one above
+    for parameter in module.parameters():  # biases would hide what weights do
+        if parameter.ndim == 1:
+            nn.init.zeros_(parameter)
+    differs = []
+    for ranges in blocks:
+        kept = module.get_parameter(weight).detach().clone()
+        with torch.no_grad():
+            for start, end in ranges:
+                module.get_parameter(weight).narrow(dim, start, end - start).zero_()
+            differs.append(not torch.allclose(called(name, module, x), called(name, module, y)))
+            module.get_parameter(weight).copy_(kept)
+    assert differs == [name != "Phi-3, MLP"] * (len(blocks) - 1) + [False]
+    assert not torch.allclose(called(name, module, x), called(name, module, y))
+
+
+def test_weights_that_sound_fused_are_named_and_left_whole(caplog: pytest.LogCaptureFixture) -> None:
+    module = nn.Sequential(OrderedDict(Wqkv=nn.Linear(4, 12), output=nn.Linear(12, 4), head=nn.Linear(4, 2)))
+    with caplog.at_level("INFO"):
+        groups, _ = matrices_and_rest(module, split="auto")
+    assert all(BLOCKS not in group for group in groups)
+    [message] = [record.message for record in caplog.records if "matrices_and_rest" in record.message]
+    assert "how Wqkv.weight divides is not known of the class" in message
+    assert "split={'*Wqkv*': 3}" in message
+    assert [BLOCKS in group for group in matrices_and_rest(module, split={"*Wqkv*": 3}).matrices] == [True]
+    caplog.clear()
+    matrices_and_rest(GPT(GPTConfig(layers=1, heads=4, width=16)), split="auto")
+    assert not caplog.records
 
 
 class Alone(Regression):
@@ -168,9 +243,6 @@ class Alone(Regression):
 
 
 def test_optimizers_that_know_no_blocks_are_refused() -> None:
-    matrices, rest = matrices_and_rest(Fused(), split={"query_key_value": 3})
-    with pytest.raises(MisconfigurationException, match=r"AdamW: matrices_and_rest\(split=\.\.\.\) was given"):
-        JointOptimizer([AdamW(matrices), SGD(rest)])
     trainer = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], max_steps=1)
     with pytest.raises(MisconfigurationException, match="Muon: matrices_and_rest"):
         trainer.fit(Alone(), loader(regression_batches(1)))

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, token_batches
@@ -163,10 +164,7 @@ def test_the_post_mortem_names_parameters_of_all_stages(tmp_path):
         (lambda: OverflowPostMortem(replay=True), "again with PipelineParallelStrategy, whose stages run"),
     ],
 )
-def test_callbacks_that_look_at_one_rank_are_refused(callback, says):
-    def rank(_):
-        with pytest.raises(MisconfigurationException, match=says):
-            fit(PipelinedMLP(), PipelineParallelStrategy(), 2, callbacks=[callback()])
-        return True
-
-    assert run_ranks(rank, 2) == [True, True]
+@on_ranks(run_ranks, 2)
+def test_callbacks_that_look_at_one_rank_are_refused(rank, callback, says):
+    with pytest.raises(MisconfigurationException, match=says):
+        fit(PipelinedMLP(), PipelineParallelStrategy(), 2, callbacks=[callback()])

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_mp import PipelineParallelStrategy
 from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model, stage_split_of
 from lightning_mp.pipelining import PipelineLayer, pipelined_loss
-from lightning_mp.pipelining.layers import loss_of, pipeline_input, read_layers
-from lightning_mp.pipelining.partition import balanced_split_points, named_split_points, split_model
+from lightning_mp.pipelining.layers import pipeline_input, read_layers
+from lightning_mp.pipelining.partition import balanced_split_points, split_model
 from lightning_mp.strategies.pipeline_setup import description
 
 
@@ -44,21 +44,6 @@ def test_no_other_split_has_a_cheaper_slowest_stage(costs, stages):
     assert splits[0] == 0
     assert all(a < b for a, b in pairwise(bounds))
     assert max(sum(costs[a:b]) for a, b in pairwise(bounds)) == brute_force(costs, stages)
-
-
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        (["b"], "2 split points, got 1"),
-        (["c", "b"], "'b' does not come after"),
-        (["a", "c"], "'a' does not come after"),
-        (["x", "c"], "'x' fits 0 layers"),
-        (["*", "c"], r"'\*' fits 4 layers.*Layers in order: a, b, c, d"),
-    ],
-)
-def test_named_splits_that_cannot_be(names, says):
-    with pytest.raises(ValueError, match=says):
-        named_split_points(["a", "b", "c", "d"], names, 3)
 
 
 def test_a_split_model_has_what_its_stage_holds_and_says_where_the_rest_is():
@@ -86,43 +71,6 @@ def test_a_split_model_has_what_its_stage_holds_and_says_where_the_rest_is():
     assert torch.equal(model.model.token_embedding.weight, whole.model.token_embedding.weight)
 
 
-class Says(nn.Module):
-    """A module with whatever layers it is told."""
-
-    def __init__(self, layers=None):
-        super().__init__()
-        self.a, self.b = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
-        if layers is not None:
-            self.pipeline_layers = layers
-
-
-@pytest.mark.parametrize(
-    ("layers", "says"),
-    [
-        (None, "Says does not say what its layers are: pipeline_layers is None.*def pipeline_layers"),
-        (lambda m: [], "pipeline_layers is empty"),
-        (lambda m: ["c.*"], r"'c\.\*' matches no module"),
-        (lambda m: [m.a, 3], "entry 1 is 3, which is neither a module"),
-        (lambda m: [m.a, nn.ReLU()], "entry 1 uses ReLU, which is not part of the module.*attribute in __init__"),
-        (lambda m: [m.a, m.b, m.b[0]], r"b\.0 is inside of b, and both are in layers"),
-        (lambda m: [m.a], r"b\.0\.weight, b\.0\.bias are in no layer.*PipelineLayer\(function, \*modules\)"),
-    ],
-)
-def test_layers_that_cannot_be(layers, says):
-    module = Says()
-    if layers is not None:
-        module.pipeline_layers = lambda: layers(module)
-    with pytest.raises(MisconfigurationException, match=says):
-        split_model(module, read_layers(module), [0, 1], 0)
-
-
-def test_a_layer_of_code_is_checked():
-    with pytest.raises(ValueError, match="must be a function of .hidden, batch.; a module is a layer by itself"):
-        PipelineLayer(nn.ReLU())
-    with pytest.raises(ValueError, match="after the function come the modules"):
-        PipelineLayer(lambda hidden, batch: hidden, "blocks")
-
-
 def test_the_input_is_what_is_plain_or_what_the_module_says():
     x = torch.zeros(1)
     assert pipeline_input(nn.Module(), x) is x
@@ -130,30 +78,6 @@ def test_the_input_is_what_is_plain_or_what_the_module_says():
     assert pipeline_input(nn.Module(), {"labels": 1, "input_ids": x}) is x
     with pytest.raises(MisconfigurationException, match="of a batch of type 'dict'.*def pipeline_input"):
         pipeline_input(nn.Module(), {"image": x})
-
-
-@pytest.mark.parametrize("returned", [None, torch.zeros(2), {"accuracy": torch.zeros(())}, {"loss": 1.0}])
-def test_a_loss_must_be_a_scalar(returned):
-    module = nn.Module()
-    with pytest.raises(MisconfigurationException, match="no loss for its pipeline.*def pipeline_loss"):
-        loss_of(module, None, None)
-    module.pipeline_loss = lambda output, batch: returned
-    with pytest.raises(MisconfigurationException, match="must return a scalar tensor, or a mapping"):
-        loss_of(module, None, None)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"stages": 0}, r"stages=0\): it must be a whole number, 1 or more"),
-        ({"microbatches": 2.0}, r"microbatches=2\.0\)"),
-        ({"find_unused_parameters": True}, r"find_unused_parameters=...\) is not known.*it takes accelerator"),
-        ({"schedule": "zero bubble"}, r"schedule='zero bubble'\): it must be one of \('1f1b', 'gpipe'\)"),
-    ],
-)
-def test_arguments_that_cannot_be(arguments, says):
-    with pytest.raises(ValueError, match=says):
-        PipelineParallelStrategy(**arguments)
 
 
 class Logs(PipelinedMLP):
@@ -322,9 +246,3 @@ def test_layers_of_other_stages_are_freed_one_by_one():
     layers = list(module.layers)
     split_model(module, read_layers(module), [0, 2], 0, materialize=count)
     assert freed == [0, 0, 0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("arguments", [{"stages": True}, {"microbatches": True}])
-def test_a_flag_is_no_number(arguments):
-    with pytest.raises(ValueError, match="=True.: it must be a whole number, 1 or more"):
-        PipelineParallelStrategy(**arguments)

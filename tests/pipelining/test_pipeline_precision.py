@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from gloo import FLOAT8
+from gloo import FLOAT8, on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, losses_of
@@ -37,14 +37,11 @@ def test_rules_about_modules_of_any_stage_hold_and_the_audit_shows_all_stages():
         assert findings == wanted[3] == ()
 
 
-def test_a_rule_that_fits_no_stage_is_refused():
-    def rank(_):
-        plugin = AutocastPrecision("bf16-mixed", policy={"model.blocks.7": "fp32"})
-        with pytest.raises(ValueError, match=r"'model\.blocks\.7': fp32, matches none of the model's"):
-            fit(PipelinedGPT(), PipelineParallelStrategy(), 2, plugin=plugin)
-        return True
-
-    assert run_ranks(rank, 2) == [True, True]
+@on_ranks(run_ranks, 2)
+def test_a_rule_that_fits_no_stage_is_refused(rank):
+    plugin = AutocastPrecision("bf16-mixed", policy={"model.blocks.7": "fp32"})
+    with pytest.raises(ValueError, match=r"'model\.blocks\.7': fp32, matches none of the model's"):
+        fit(PipelinedGPT(), PipelineParallelStrategy(), 2, plugin=plugin)
 
 
 @pytest.mark.full

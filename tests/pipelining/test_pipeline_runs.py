@@ -6,6 +6,7 @@ import os
 import lightning.pytorch as pl
 import pytest
 import torch
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -219,14 +220,11 @@ class Different(TensorDataset):
         return x + int(torch.distributed.get_rank()), y
 
 
-def test_stages_with_different_data_are_refused():
-    def rank(_):
-        loader = DataLoader(Different(torch.zeros(8, 6), torch.zeros(8, 6)), batch_size=4)
-        with pytest.raises(MisconfigurationException, match="stages 0 and 1 of one pipeline got different batches"):
-            fit(PipelinedMLP(), PipelineParallelStrategy(), 2, train=loader)
-        return True
-
-    assert run_ranks(rank, 2) == [True, True]
+@on_ranks(run_ranks, 2)
+def test_stages_with_different_data_are_refused(rank):
+    loader = DataLoader(Different(torch.zeros(8, 6), torch.zeros(8, 6)), batch_size=4)
+    with pytest.raises(MisconfigurationException, match="stages 0 and 1 of one pipeline got different batches"):
+        fit(PipelinedMLP(), PipelineParallelStrategy(), 2, train=loader)
 
 
 @pytest.mark.full
@@ -345,13 +343,10 @@ def test_layers_thaw_at_an_epoch_without_a_validation_between():
 
 
 @pytest.mark.full
-def test_batches_are_compared_at_the_start_of_every_evaluation():
+@on_ranks(run_ranks, 2)
+def test_batches_are_compared_at_the_start_of_every_evaluation(number):
     """Training data may be the same on all stages, and validation data not."""
-
-    def rank(number):
-        x = torch.full((8, 6), float(number))
-        other = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=4)
-        with pytest.raises(MisconfigurationException, match=r"stages 0 and 1 of one pipeline got different batches"):
-            fit(PipelinedMLP(), PipelineParallelStrategy(), 2, validate=other)
-
-    run_ranks(rank, 2)
+    x = torch.full((8, 6), float(number))
+    other = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x), batch_size=4)
+    with pytest.raises(MisconfigurationException, match=r"stages 0 and 1 of one pipeline got different batches"):
+        fit(PipelinedMLP(), PipelineParallelStrategy(), 2, validate=other)

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import lightning_mp
-from lightning_mp import estimate_memory, planning
+from lightning_mp import planning
 from lightning_mp.planning import (
     LAWS,
     DecoderConfig,
@@ -123,17 +121,3 @@ def test_one_lookup_of_chips_for_all_functions(name: str, chip: str | None) -> N
         assert peak_flops(name, "fp16") == run_time(1.0, device=name, dtype="fp16").peak_flops_per_second
     assert find_chip("NVIDIA H100") is None  # as torch names several chips, so that it is none
     assert all(find_chip(each.name) is each for each in known_chips())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"module": 3}, r"`module` must be a torch.nn.Module, got 3"),
-        ({"optimizer": 3}, r"`optimizer` must be a class of torch.optim by its name.*got 3"),
-        ({"optimizer": "lbfgs"}, r"estimate_memory\(\) cannot step LBFGS: how often it runs the step"),
-        ({"optimizer": "sparseadam"}, r"estimate_memory\(\) cannot step SparseAdam on fake tensors"),
-    ],
-)
-def test_what_memory_cannot_be_estimated_for(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        estimate_memory(**{"module": nn.Linear(8, 8), "batch": torch.zeros(2, 8)} | arguments)

@@ -143,7 +143,9 @@ def test_gradients_in_16_bit_are_half():
     hooked = counted(lambda: ReducedPrecisionDDPStrategy("bf16", process_group_backend="gloo"), 2) - agreements(2)
     assert hooked == by_formula(ParallelLayout(copies=2), reduced_gradients=True)
     true = counted(ddp, 2, true=True) - agreements(2)
-    assert true == by_formula(ParallelLayout(copies=2), precision="bf16-true") == hooked
+    assert true == by_formula(ParallelLayout(copies=2), precision="bf16-true")
+    norms = (2 * CONFIG.layers + 1) * CONFIG.width  # fp32, and so a bucket of their own
+    assert true == {("all_reduce", 2, 2 * (SIZE.parameters - norms)): 1, ("all_reduce", 2, 4 * norms): 1}
     assert hooked == {("all_reduce", 2, 2 * SIZE.parameters): 1}
 
 
@@ -207,9 +209,11 @@ def test_fsdp2_gathers_and_reduces_what_the_formula_says(layout, strategy, run, 
     ],
 )
 def test_fsdp1_gathers_everything_in_16_bit(layout, strategy, formula):
-    """Its units are flat: norms and tables travel with the matrices, as under "bf16-true"."""
+    """Its units are flat: norms and tables travel with the matrices, as under Lightning's "bf16-true"."""
     seen = counted(lambda: CpuFsdp(auto_wrap_policy={Block}, **strategy), layout.gpus)
-    assert seen == by_formula(layout, precision="bf16-true", **formula) + agreements(layout.gpus, sharded=layout.gpus)
+    assert seen == by_formula(layout, precision="lightning:bf16-true", **formula) + agreements(
+        layout.gpus, sharded=layout.gpus
+    )
 
 
 @pytest.mark.full

@@ -124,22 +124,6 @@ def test_layouts_use_all_gpus():
     assert not any(layout.stages > 1 for layout in usual_layouts(64, 8, layers=30))
 
 
-def test_what_cannot_be_shared_out_is_refused():
-    with pytest.raises(ValueError, match=r"`tokens_per_step` \(65536\) is not a multiple of 4096 tokens"):
-        plan_parallelism(SIZE, ParallelLayout(copies=64), "DGX H100", tokens_per_step=65536, context_tokens=4096)
-
-
-def test_wrong_input_is_refused():
-    with pytest.raises(ValueError, match=r"`machine` 'TPU' is not known. Known: DGX A100"):
-        find_machine("TPU")
-    with pytest.raises(ValueError, match=r"`parameters` \(1000000\) leaves nothing for 32 blocks"):
-        DecoderSize.of(1_000_000, layers=32, width=4096, vocabulary=32000)
-    with pytest.raises(ValueError, match=r"Machine\(gpus_per_node=0\): it must be a positive finite number"):
-        Machine("mine", "A100", 0, 1, 1)
-    with pytest.raises(ValueError, match=r"DecoderSize\(layers=0\): it must be a whole number, 1 or more"):
-        DecoderSize(0, 1, 1, 1, 1, 1)
-
-
 def plan(**seconds: Any) -> ParallelPlan:
     return ParallelPlan(ParallelLayout(copies=2), 1, (), 0.0, 0.0, **seconds, compute_seconds=1.0, bubble=0.25)
 

@@ -104,11 +104,3 @@ def test_no_schedule_of_torch_is_shorter_than_a_plan_says_and_gpipe_is_as_short(
         assert plan.stage_seconds == pytest.approx(float(gpipe) * forward, rel=1e-12)
         shortest_1f1b.append(float(one_f_one_b) * forward / plan.stage_seconds)
     assert min(shortest_1f1b) >= 1 - 1e-12
-
-
-@pytest.mark.parametrize("bad", [0, -1, 2.5, True, "4"])
-def test_what_is_no_count_is_refused(bad):
-    with pytest.raises(ValueError, match="`stages` must be a whole number, 1 or more, got "):
-        bubble_fraction(bad, 4)
-    with pytest.raises(ValueError, match="`micro_batches` must be a whole number, 1 or more, got "):
-        bubble_fraction(4, bad)

@@ -65,16 +65,6 @@ def test_a_file_that_is_not_text_is_refused():
         read_runs(csv_file("N,D,loss\nä,1,1\n", encoding="latin-1"))
 
 
-def test_wrong_records_are_refused_with_the_place():
-    good = {"N": 1e8, "D": 2e9, "loss": 3.2}
-    with pytest.raises(ValueError, match="run 2: `loss` must be a positive finite number, got -1"):
-        read_runs([good, {**good, "loss": -1}])
-    with pytest.raises(ValueError, match="run 2 has no column parameters"):
-        read_runs([good, {"D": 2e9, "loss": 3.2}])
-    with pytest.raises(ValueError, match=r"Run\(loss=0.*\): it must be a positive finite number"):
-        Run(parameters=1.0, tokens=1.0, loss=0)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

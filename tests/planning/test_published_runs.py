@@ -65,32 +65,6 @@ def test_latent_attention_saves_what_its_heads_and_its_small_vectors_hold():
     assert shape.saved_bytes_per_token(2, 2) == pytest.approx(norms + attention + mlp)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"model_type": "t5", "is_encoder_decoder": True},
-            "describes t5, which has an encoder; the formulas are for decoders",
-        ),
-        (LLAMA_3_8B | {"model_type": "bert"}, "describes bert, which has an encoder"),
-        (
-            LLAMA_3_8B | {"model_type": "jamba", "mamba_d_state": 16},
-            "contains 'mamba_d_state': its blocks are not attention",
-        ),
-        (LLAMA_3_8B | {"num_attention_heads": None}, "does not contain num_attention_heads"),
-        (LLAMA_3_8B | {"intermediate_size": [1, 2]}, "intermediate_size must be a whole number, got [1, 2]"),
-        (
-            LLAMA_3_8B | {"kv_lora_rank": 512},
-            "contains kv_lora_rank, but not qk_nope_head_dim, qk_rope_head_dim, v_head",
-        ),
-    ],
-)
-def test_what_the_formulas_do_not_know_is_refused(config, message):
-    with pytest.raises(ValueError, match="onfiguration") as info:
-        DecoderConfig.from_hugging_face(config)
-    assert message in str(info.value)
-
-
 def test_an_unknown_kind_of_model_is_warned_about(capsys):
     Path("config.json").write_text(json.dumps(LLAMA_3_8B | {"model_type": "mine"}))
     with pytest.warns(UserWarning, match="model_type 'mine' is not known. Its MLPs are assumed to be gated"):

@@ -167,14 +167,6 @@ def test_a_prediction_more_than_ten_times_outside_is_warned_about_with_the_range
         compute_optimal(parameters=1.01e11, law=law)
 
 
-@pytest.mark.parametrize("field", ["E", "A", "B", "alpha", "beta"])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_wrong_constants_are_refused_by_name(field, value):
-    constants = {"E": 1.0, "A": 1.0, "B": 1.0, "alpha": 0.5, "beta": 0.5, field: value}
-    with pytest.raises(ValueError, match=rf"ParametricLaw\({field}={value}\): it must be a positive finite number"):
-        ParametricLaw(name="", source="", counts="", trained=RANGE, **constants)
-
-
 def test_an_unknown_law_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match="Unknown scaling law 'gopher'. Use one of hoffmann-1, .* kaplan, or a Param"):
         find_law("gopher")

@@ -267,28 +267,6 @@ def test_starts_that_disagree_are_warned_about(monkeypatch):
     assert (fit.certificate.agreeing, fit.certificate.converged) == (1, False)
 
 
-@pytest.mark.parametrize(
-    ("runs", "options", "message"),
-    [
-        (made_runs(5, 0.0), {}, "A law of 5 constants needs at least 6 runs, got 5"),
-        ([], {}, "needs at least 6 runs, got 0"),
-        ([Run(n, d * 1e9, 3.0) for n in (1e8, 1e9) for d in (1, 2, 3, 4)], {}, "The runs have 2 different model sizes"),
-        ([Run(n * 1e8, 1e9, 3.0) for n in range(1, 9)], {}, "The runs have 1 different run lengths in tokens"),
-        (
-            made_runs(9, 0.0),
-            {"bootstrap_samples": 99},
-            "`bootstrap_samples` must be a whole number, 100 or more, got 99",
-        ),
-        (made_runs(9, 0.0), {"bootstrap_samples": 1e3}, "`bootstrap_samples` must be a whole number, 100 or more"),
-        (made_runs(9, 0.0), {"confidence": 95}, "`confidence` must lie between 0 and 1, got 95. For 95%, write 0.95"),
-        (made_runs(9, 0.0), {"confidence": math.nan}, "`confidence` must lie between 0 and 1"),
-    ],
-)
-def test_what_cannot_be_fitted_is_refused(runs, options, message):
-    with pytest.raises(ValueError, match=message):
-        fit_scaling_law(runs, **options)
-
-
 def coverage(fits, fit_one):
     """How often intervals of 80, 90 and 95% hold the truth, by constant."""
     held = {confidence: dict.fromkeys(CONSTANTS, 0) for confidence in (0.8, 0.9, 0.95)}

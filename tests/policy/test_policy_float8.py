@@ -284,10 +284,3 @@ def test_a_rule_that_matches_nothing_stops_the_run_before_any_layer_is_converted
     with pytest.raises(ValueError, match=r"Rule 1 of the policy, 'gaet': fp32, matches none.*Near misses: gate"):
         train(module, plugin({"gaet": "fp32"}))
     assert {type(layer) for layer in module.children()} == {nn.Linear}
-
-
-def test_fp16_is_refused() -> None:
-    with pytest.raises(
-        MisconfigurationException, match=r"rules set fp16 \('gate': fp16\).*AutocastPrecision\('16-mixed'\)"
-    ):
-        Float8Precision(policy={"gate": "fp16"})

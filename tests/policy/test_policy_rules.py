@@ -115,41 +115,6 @@ def test_names_are_those_of_the_author_whatever_has_wrapped_the_modules():
 
 
 @pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ([], r"got no rule\. Give at least one"),
-        ([("head", "fp8")], r"'head': 'fp8' has no dtype.*one of fp32, bf16, fp16, low"),
-        ([("head", "fp64")], r"'head': 'fp64' has no dtype"),
-        ([("head", "tf32")], r"'head': 'tf32' has no dtype"),
-        ([("head", torch.int8)], r"'head': torch\.int8 has no dtype.*torch\.float32, torch\.bfloat16, torch\.float16"),
-        ([(3, "fp32")], r"3: 'fp32' is not a pattern"),
-        ([(int, "fp32")], r"is not a pattern"),
-        ([("", "fp32")], r"is not a pattern"),
-        ([("re:bl(ocks", "fp32")], r"'re:bl\(ocks': fp32 is not a regular expression: "),
-        (
-            [("op:soft_max", "fp32")],
-            r"names no operation of torch\. Near misses: .*softmax.*Families are norms, softmax",
-        ),
-        ([("op:relu_", "fp32")], r"names no operation of torch"),
-        ([("op:xyz_*", "fp32")], r"names no operation of torch"),
-        (
-            [("norms", "fp32"), ("layer_norm", "low")],
-            r"Rule 2 of the policy, 'layer_norm': low, can never win.*rule 1 \('nor",
-        ),
-    ],
-)
-def test_a_rule_that_cannot_be_read_says_why(rules, message):
-    with pytest.raises(ValueError, match=message):
-        PrecisionPolicy(rules)
-
-
-@pytest.mark.parametrize("rules", [["head"], [("head",)], [("head", "fp32", 1)], [3]])
-def test_what_is_no_pair_is_refused(rules):
-    with pytest.raises(TypeError, match=r"pairs of a pattern and a dtype, or a mapping, and got"):
-        PrecisionPolicy(rules)
-
-
-@pytest.mark.parametrize(
     ("pattern", "near"),
     [
         ("haed", "head"),

@@ -14,7 +14,7 @@ from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, nothing_is_left
-from small_models import adamw, fit, weights
+from small_models import adamw, fit, shard, weights
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -186,8 +186,7 @@ class OneUnit(Net):
     mixed_precision = MixedPrecisionPolicy()
 
     def configure_model(self) -> None:
-        if not isinstance(self.head.weight, DTensor):
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"], mp_policy=self.mixed_precision)
+        shard(self, self.net, mp_policy=self.mixed_precision)
 
 
 class Rounding(OneUnit):

@@ -4,10 +4,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from small_models import WIDTH, loader, quiet_trainer, regression_batches
+from small_models import WIDTH, Trained, loader, quiet_trainer, regression_batches, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -120,16 +119,14 @@ class Core(nn.Module):
         return self.call(hidden @ hidden.T).float().softmax(-1) @ hidden
 
 
-class Net(pl.LightningModule):
-    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.first, self.core, self.last = nn.Linear(WIDTH, WIDTH), Core(call), nn.Linear(WIDTH, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.mse_loss(self.last(self.core(self.first(batch[0]))).float(), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+def made(call: Callable[[Tensor], Tensor]) -> Trained:
+    return Trained(
+        lambda m, batch: F.mse_loss(m.last(m.core(m.first(batch[0]))).float(), batch[1]),
+        sgd,
+        first=lambda: nn.Linear(WIDTH, WIDTH),
+        core=lambda: Core(call),
+        last=lambda: nn.Linear(WIDTH, 1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,10 +151,10 @@ class Net(pl.LightningModule):
 )
 def test_preflight_and_the_error_name_what_cures(call: Any, said: str, cures: list[Any]) -> None:
     data = loader(regression_batches(2))
-    report = preflight(quiet_trainer(plugins=[AutocastPrecision("16-mixed")]), Net(call), data)
+    report = preflight(quiet_trainer(plugins=[AutocastPrecision("16-mixed")]), made(call), data)
     [finding] = [finding for finding in report.findings if finding.severity == "error"]
     with pytest.raises(RuntimeError) as caught:
-        quiet_trainer(plugins=[AutocastPrecision("16-mixed")], max_steps=1).fit(Net(call), data)
+        quiet_trainer(plugins=[AutocastPrecision("16-mixed")], max_steps=1).fit(made(call), data)
     [hint] = caught.value.__notes__
     assert f"{said} (test_refused_in_16_bit.py:" in finding.what
     for cure in cures:
@@ -165,21 +162,21 @@ def test_preflight_and_the_error_name_what_cures(call: Any, said: str, cures: li
         assert f"policy={written}" in finding.cure
         assert f"policy={written}" in hint
         make = partial(AutocastPrecision, "16-mixed", policy=cure)
-        assert not preflight(quiet_trainer(plugins=[make()]), Net(call), data).findings
-        quiet_trainer(plugins=[make()], max_steps=1).fit(Net(call), data)
+        assert not preflight(quiet_trainer(plugins=[make()]), made(call), data).findings
+        quiet_trainer(plugins=[make()], max_steps=1).fit(made(call), data)
     assert ("default()" in finding.cure) == any(isinstance(cure, PrecisionPolicy) for cure in cures)
     assert ("finfo" in finding.cure) == said.startswith("masked_fill")
 
 
 def test_masters_under_the_default_policy() -> None:
-    net = Net(lambda x: x.masked_fill(torch.eye(len(x), dtype=torch.bool), -1e9))
+    net = made(lambda x: x.masked_fill(torch.eye(len(x), dtype=torch.bool), -1e9))
     trainer = quiet_trainer(plugins=[MasterWeightsPrecision("16-true", policy=PrecisionPolicy.default())], max_steps=1)
     assert not preflight(trainer, net, loader(regression_batches(2))).findings
     trainer.fit(net, loader(regression_batches(2)))
 
 
 def test_what_autocast_casts_by_itself_is_not_reported() -> None:
-    net = Net(lambda x: x * torch.linalg.svdvals(x).sum())
+    net = made(lambda x: x * torch.linalg.svdvals(x).sum())
     trainer = quiet_trainer(plugins=[AutocastPrecision("16-mixed")], max_steps=1)
     assert not preflight(trainer, net, loader(regression_batches(2))).findings
     [finding] = preflight(trainer, net, loader(regression_batches(2)), device="H100").findings
@@ -201,7 +198,7 @@ def test_other_errors_have_no_hint() -> None:
 
     trainer = quiet_trainer(plugins=[AutocastPrecision("16-mixed")], max_steps=1)
     with pytest.raises(RuntimeError) as caught:
-        trainer.fit(Net(fails), loader(regression_batches(2)))
+        trainer.fit(made(fails), loader(regression_batches(2)))
     assert not getattr(caught.value, "__notes__", [])
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cpu_fsdp import CpuFsdp
-from gloo import run_group
+from gloo import on_ranks, run_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import OPTIMIZERS, master_weights
@@ -21,7 +20,6 @@ from torch.optim import AdamW, Muon
 
 from lightning_mp import FSDP2Strategy, JointOptimizer
 from lightning_mp.core import private_module_api, private_sharding_api
-from lightning_mp.precision.masters.checks import check_strategy
 from lightning_mp.precision.masters.compressed_weights import compressed_shards
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -133,36 +131,26 @@ def test_uneven_shards_hold_no_fp32_memory_between_steps() -> None:
     assert max(ours[0][1]) < 0.1
 
 
-def test_fsdp1_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="storage='24bit'.* cannot be used with CpuFsdp.*FSDP2Strategy"):
-        check_strategy(CpuFsdp(), storage="24bit", fp32_gradients=False)
+@on_ranks(run_group, 2)
+def test_where_torch_lacks_the_name_fsdp2_is_refused(rank: int) -> None:
+    module = nn.Linear(4, 4)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    for group in private_sharding_api.sharding_groups(module):
+        del group.fsdp_params[0]._sharded_param_data
+    with (
+        pytest.raises(MisconfigurationException, match="need an internal name of FSDP2 that torch .* does not"),
+        compressed_shards(module, torch.bfloat16, "remainder", lambda: 0),
+    ):
+        pass
 
 
-def test_where_torch_lacks_the_name_fsdp2_is_refused() -> None:
-    def run(rank: int) -> None:
-        module = nn.Linear(4, 4)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-        for group in private_sharding_api.sharding_groups(module):
-            del group.fsdp_params[0]._sharded_param_data
-        with (
-            pytest.raises(MisconfigurationException, match="need an internal name of FSDP2 that torch .* does not"),
-            compressed_shards(module, torch.bfloat16, "remainder", lambda: 0),
-        ):
-            pass
-
-    run_group(run, 2)
-
-
-def test_what_is_gathered_in_fp32_is_refused() -> None:
+@on_ranks(run_group, 2)
+def test_what_is_gathered_in_fp32_is_refused(rank: int) -> None:
     """Without ``param_dtype`` FSDP2 makes no copies."""
-
-    def run(rank: int) -> None:
-        strategy, plugin = model_parallel(GatheredInFp32), master_weights(storage="remainder")
-        with pytest.raises(MisconfigurationException, match="gathers these weights in fp32.*param_dtype="):
-            fit(GatheredInFp32(), BATCHES[rank], devices=2, strategy=strategy, plugin=plugin)
-
-    run_group(run, 2)
+    strategy, plugin = model_parallel(GatheredInFp32), master_weights(storage="remainder")
+    with pytest.raises(MisconfigurationException, match="gathers these weights in fp32.*param_dtype="):
+        fit(GatheredInFp32(), BATCHES[rank], devices=2, strategy=strategy, plugin=plugin)
 
 
 def test_collectives_of_a_process_group_on_a_bare_parameter() -> None:

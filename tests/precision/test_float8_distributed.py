@@ -12,9 +12,8 @@ from cpu_fsdp import CpuFsdp
 from gloo import FLOAT8
 from gloo import run_ranks as run_any_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from small_models import adamw, fit, loader, quiet_trainer, weights
+from small_models import adamw, fit, loader, quiet_trainer, shard, weights
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -53,12 +52,7 @@ class Sharded(Net):
     """FSDP2, in one group per layer."""
 
     def configure_model(self) -> None:
-        if isinstance(self.net[0].weight, DTensor):
-            return
-        mesh = self.device_mesh["data_parallel"]
-        for layer in self.net:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
+        shard(self, *(layer for layer in self.net if isinstance(layer, nn.Linear)))
 
 
 def batches(rank: int, count: int) -> list[list[Tensor]]:

@@ -337,11 +337,6 @@ def test_a_device_whose_product_fails_is_refused_before_anything_happens(monkeyp
     fit(Net(), plugin=Float8Precision(emulate=True, skip_small=False))
 
 
-def test_an_unknown_recipe_is_refused_at_once():
-    with pytest.raises(ValueError, match=r"recipe='row' is unknown; it must be one of \('tensorwise', 'rowwise', 'row"):
-        Float8Precision("row")
-
-
 class Wide(pl.LightningModule):
     """On the meta device, since only shapes count."""
 

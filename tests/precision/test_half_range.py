@@ -13,9 +13,9 @@ from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import masters_of
-from small_models import loader, quiet_trainer
+from small_models import loader, quiet_trainer, shard
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_mp import LossScaler, MasterWeightsPrecision
 
@@ -116,7 +116,7 @@ def test_a_policy_may_keep_them_in_fp32() -> None:
 
 class Sharded(Drifting):
     def configure_model(self) -> None:
-        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+        shard(self, self.net)
 
 
 def _train(rank: int, kind: str) -> Any:

@@ -1,5 +1,6 @@
 """MasterWeightsPrecision in training: against loops by hand, against fp32, and through skips."""
 
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision
 from master_loops import KINDS, OPTIMIZERS, SCALE, clipping, master_weights, masters_of, scale_of, train_by_hand
-from small_models import Regression, fit, fused_adamw, loader, quiet_trainer, regression_batches, weights
+from small_models import Regression, Trained, fit, fused_adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
 from lightning_mp import OverflowMonitor
@@ -69,22 +70,22 @@ def test_bf16_true_without_masters_ends_further_from_fp32() -> None:
 def test_small_updates_do_not_vanish(precision: str, storage: str) -> None:
     """D24: 20 updates of 1e-3 on a weight of 1; Lightning's bf16-true stays at exactly 1."""
 
-    class OneWeight(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(1, 1, bias=False)
-            nn.init.ones_(self.layer.weight)
+    def layer_of_one() -> nn.Linear:
+        layer = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(layer.weight)
+        return layer
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.layer(batch.to(next(self.parameters()).dtype)).sum()
+    def one_weight() -> Trained:
+        return Trained(
+            lambda module, batch: module.layer(batch.to(module.layer.weight.dtype)).sum(),
+            partial(torch.optim.SGD, lr=1e-3),
+            layer=layer_of_one,
+        )
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-    trainer = fit(OneWeight(), [torch.ones(1)] * 20, plugin=master_weights(precision, storage))
+    trainer = fit(one_weight(), [torch.ones(1)] * 20, plugin=master_weights(precision, storage))
     # Each step is off by at most one of 24 bits.
     assert masters_of(trainer)[0].item() == pytest.approx(0.98, abs=5 * 2**-15 if storage == "24bit" else 1e-6)
-    half = OneWeight()
+    half = one_weight()
     fit(half, [torch.ones(1)] * 20, plugin=HalfPrecision("bf16-true"))
     assert half.layer.weight.item() == 1.0
 

@@ -6,32 +6,26 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from master_loops import DTYPES, KINDS, counted_casts, master_weights
-from small_models import Regression, fit, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, Trained, fit, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 
-class Adapters(pl.LightningModule):
-    """A frozen base and a trainable low-rank adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.base = nn.Linear(8, 8).requires_grad_(False)
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, _ = batch
-        return (self.base(x) + self.up(self.down(x))).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        # All parameters, as many do; the frozen ones never have a gradient.
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, weight_decay=0.1)
+def adapters() -> Trained:
+    """A frozen base and a trainable low-rank adapter; all are given to the optimizer, as many do."""
+    module = Trained(
+        lambda m, batch: (m.base(batch[0]) + m.up(m.down(batch[0]))).float().square().mean(),
+        base=lambda: nn.Linear(8, 8).requires_grad_(False),
+        down=lambda: nn.Linear(8, 2, bias=False),
+        up=lambda: nn.Linear(2, 8, bias=False),
+    )
+    module.make_optimizer = lambda _: torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    return module
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_frozen_base_stays_as_it_was_loaded(dtype: torch.dtype) -> None:
     """And is lent to nobody."""
-    module = Adapters()
+    module = adapters()
     module.base.to(dtype)
     base, before = weights(module.base), weights(module.down)
     with counted_casts() as casts:

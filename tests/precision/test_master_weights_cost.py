@@ -3,6 +3,8 @@
 import gc
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision
-from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches
+from small_models import Regression, Trained, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,16 +22,12 @@ from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, 
 SIDE = 128
 
 
-class OneMatrix(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIDE, SIDE, bias=False)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+def one_matrix() -> Trained:
+    return Trained(
+        lambda module, batch: module.layer(batch).float().square().mean(),
+        partial(torch.optim.AdamW, lr=1e-3),
+        layer=lambda: nn.Linear(SIDE, SIDE, bias=False),
+    )
 
 
 @pytest.fixture
@@ -86,7 +84,7 @@ def test_the_table_of_bytes_adds_up() -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_bytes_per_parameter_are_those_of_the_table(row: str) -> None:
     measure = Measure()
-    fit(OneMatrix(), [torch.ones(2, SIDE)] * 3, measure, plugin=ROWS[row]())
+    fit(one_matrix(), [torch.ones(2, SIDE)] * 3, measure, plugin=ROWS[row]())
     assert measure.between / SIDE**2 == documented()[row][-1]
     during = {'``storage="fp32"``': 4}
     if row in during:
@@ -119,18 +117,14 @@ def step_calls(module: pl.LightningModule, plugin: Any) -> int:
 def test_python_calls_per_weight_and_step() -> None:
     """Lightning's own loop makes 13.5 of them; one backward of an autograd function is 3."""
 
-    class Many(pl.LightningModule):
-        def __init__(self, layers: int) -> None:
-            super().__init__()
-            self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    def many(layers: int) -> Trained:
+        return Trained(
+            lambda module, batch: module.net(batch).square().mean(),
+            partial(torch.optim.AdamW, foreach=True),
+            net=lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))),
+        )
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.net(batch).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), foreach=True)
-
-    few, many = (step_calls(Many(layers), MasterWeightsPrecision("bf16-true")) for layers in (10, 60))
+    few, many = (step_calls(many(layers), MasterWeightsPrecision("bf16-true")) for layers in (10, 60))
     assert (many - few) / 100 <= 22
 
 
@@ -219,13 +213,89 @@ def test_a_compiled_model_is_compiled_once() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
+class Breaks(nn.Linear):
+    """Ends a graph, so that code of torch.compile returns to Python in the middle of a forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Forward(Regression):
+    """Its step calls its forward or, with ``by_layer``, each layer of it."""
+
+    by_layer = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, Breaks(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if not self.by_layer:
+            return nn.functional.mse_loss(self(x), y)
+        for layer in self.net:
+            x = layer(x)
+        return nn.functional.mse_loss(x, y)
+
+
+COMPILED: dict[str, Callable[[Forward], Any]] = {
+    "module": lambda module: module.compile(backend="aot_eager"),
+    "net": lambda module: module.net.compile(backend="aot_eager"),
+    "all": lambda module: [part.compile(backend="aot_eager") for part in (module, module.net, *module.net)],
+    "steps": lambda module: torch.compile(module, backend="aot_eager"),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "by_layer", "storage"),
+    [
+        *((what, False, "fp32") for what in COMPILED),
+        *((what, True, "fp32") for what in COMPILED),
+        ("module", False, "remainder"),
+    ],
+)
 @pytest.mark.full
-def test_a_module_compiled_as_a_whole_trains_alike() -> None:
+def test_compiled_modules_are_lent_16_bit_copies(what: str, by_layer: bool, storage: Any) -> None:
+    """Whatever of it is called from outside of compiled code."""
+
+    class Gradients(Forward):
+        def on_after_backward(self) -> None:
+            assert {p.grad.dtype for p in self.parameters() if p.grad is not None} == {torch.bfloat16}
+
     ends = []
-    for compile_it in (True, False):
-        module = Regression()
-        target = torch.compile(module, backend="aot_eager") if compile_it else module
-        fit(target, regression_batches(3), plugin=MasterWeightsPrecision("bf16-true"))
+    for is_compiled in (True, False):
+        torch._dynamo.reset()
+        module = Gradients()
+        module.by_layer = by_layer
+        made = COMPILED[what](module) if is_compiled else None
+        plugin = MasterWeightsPrecision("bf16-true", storage=storage)
+        target = made if isinstance(made, nn.Module) else module
+        fit(target, regression_batches(6), plugin=plugin, accumulate_grad_batches=2)
         ends.append([p.detach() for p in module.parameters()])
-    for compiled, eager in zip(*ends, strict=True):
-        torch.testing.assert_close(compiled, eager, rtol=2**-7, atol=1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("when", ["__init__", "on_train_start"])
+@pytest.mark.parametrize("has_hook", [False, True], ids=["plain", "hook"])
+@pytest.mark.full
+def test_what_compiled_functions_call_is_cast_by_autocast(has_hook: bool, when: str) -> None:
+    """Functions, and modules that are compiled after set-up."""
+    ends = []
+    for is_compiled in (True, False):
+        torch._dynamo.reset()
+        module = Forward()
+        if has_hook:
+            module.net[2].register_forward_hook(lambda *_: None)
+        if is_compiled and when == "__init__":
+            module.forward = torch.compile(module.forward, backend="aot_eager")  # type: ignore[method-assign]
+        elif is_compiled:
+            module.on_train_start = partial(module.net.compile, backend="aot_eager")  # type: ignore[method-assign]
+        plugin = MasterWeightsPrecision("bf16-true") if is_compiled else AutocastPrecision("bf16-mixed")
+        fit(module, regression_batches(6), plugin=plugin)
+        ends.append([p.detach() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

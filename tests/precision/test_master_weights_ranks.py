@@ -284,8 +284,7 @@ def test_under_fsdp1_the_shards_are_the_masters(precision: str) -> None:
     def train(rank: int, plugin: Any) -> Any:
         module = Ranked()
         strategy = CpuFsdp(process_group_backend="gloo", use_orig_params=True) if plugin else ddp()
-        trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[plugin] if plugin else [])
-        trainer.fit(module, loader(BATCHES[rank]))
+        trainer = fit(module, BATCHES[rank], devices=2, strategy=strategy, plugins=[plugin] if plugin else [])
         assert {p.dtype for p in module.parameters()} == {torch.float32}
         model: Any = trainer.model
         with FullyShardedDataParallel.summon_full_params(model) if plugin else nullcontext():

@@ -43,30 +43,6 @@ def test_fp16_has_a_scaler_and_bf16_none() -> None:
     assert MasterWeightsPrecision("16-true", scaler=LossScaler("cpu", enabled=False)).scaler is None
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "32-true", "bf16"])
-def test_an_unknown_precision_is_refused(precision: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be one of \('16-true', 'bf16-true'\).*take AutocastPrecision"):
-        MasterWeightsPrecision(precision)
-
-
-def test_an_unknown_storage_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"storage='int8'\) is unknown; it must be one of \('fp32', 'remainder', '24bit'\)"
-    ):
-        MasterWeightsPrecision("bf16-true", storage="int8")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("storage", ["remainder", "24bit"])
-def test_a_remainder_of_fp16_is_refused(storage: Any) -> None:
-    with pytest.raises(MisconfigurationException, match="fp16 has a different exponent. Use storage='fp32', or 'bf16"):
-        MasterWeightsPrecision("16-true", storage=storage)
-
-
-def test_bf16_takes_no_scaler() -> None:
-    with pytest.raises(MisconfigurationException, match="takes no scaler, got LossScaler"):
-        MasterWeightsPrecision("bf16-true", scaler=LossScaler())
-
-
 def test_lbfgs_under_a_loss_scale_is_refused_at_set_up() -> None:
     module = Regression(torch.optim.LBFGS)
     with pytest.raises(MisconfigurationException, match="cannot be used with LBFGS.*could not be unscaled"):
@@ -90,29 +66,14 @@ def check(strategy: type[Any], **arguments: Any) -> None:
     check_strategy(object.__new__(strategy), **(defaults | arguments))
 
 
-def test_a_remainder_under_fsdp_is_refused() -> None:
-    for storage in ("remainder", "24bit"):
-        with pytest.raises(MisconfigurationException, match=f"storage='{storage}'.*FSDPStrategy.*use FSDP2Strategy"):
-            check(FSDPStrategy, storage=storage)
+def test_strategies_that_it_runs_under() -> None:
     check(FSDPStrategy, storage="fp32", fp32_gradients=True)
-
-
-def test_fp32_gradients_under_ddp_are_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="cannot be used with DDPStrategy.*in the dtype of the 16-bit"):
-        check(DDPStrategy, fp32_gradients=True)
     check(DDPStrategy)
     check(ModelParallelStrategy, fp32_gradients=True)
 
 
-def test_16_bit_checkpoints_are_refused() -> None:
+def test_fp32_checkpoints_are_taken() -> None:
     assert MasterWeightsPrecision("bf16-true", fp32_checkpoints=True).fp32_checkpoints
-    with pytest.raises(ValueError, match=r"fp32_checkpoints=False\): weights are fp32, and so are those of its check"):
-        MasterWeightsPrecision("bf16-true", fp32_checkpoints=False)
-
-
-def test_under_fabric_it_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="is a plugin for lightning.pytorch.Trainer"):
-        MasterWeightsPrecision("bf16-true").convert_module(nn.Linear(1, 1))
 
 
 class Lazy(Regression):

@@ -1,6 +1,7 @@
 """Weights that are no plain fp32 tensors: complex, float64, computed from others."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,7 +9,7 @@ import pytest
 import small_models
 import torch
 import torch.nn.utils.prune
-from small_models import regression_batches
+from small_models import Trained, regression_batches
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -27,23 +28,19 @@ def fit(plugin: Any, module: pl.LightningModule, **arguments: Any) -> pl.Trainer
     return small_models.fit(module, regression_batches(4, width=16), plugin=plugin, **arguments)
 
 
-class Complex(pl.LightningModule):
+def complex_weights(*, lazily: bool = True, **settings: Any) -> Trained:
     """A complex parameter; its gradient is conjugated by a bit only, as torch leaves it."""
 
-    def __init__(self, *, lazily: bool = True, **settings: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(16, 16)
-        self.phases = nn.Parameter(torch.randn(16, 4, dtype=torch.complex64))
-        self.lazily = lazily
-        self.settings = settings
+    def loss(module: Any, batch: Any) -> Tensor:
+        phases = module.phases.conj() if lazily else module.phases.conj_physical()
+        return (module.net(batch[0]).float().to(torch.complex64) @ phases).abs().square().mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        phases = self.phases.conj() if self.lazily else self.phases.conj_physical()
-        return (self.net(batch[0]).float().to(torch.complex64) @ phases).abs().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, **self.settings)
+    return Trained(
+        loss,
+        partial(torch.optim.AdamW, lr=1e-3, **settings),
+        net=lambda: nn.Linear(16, 16),
+        phases=lambda: nn.Parameter(torch.randn(16, 4, dtype=torch.complex64)),
+    )
 
 
 @pytest.mark.parametrize("foreach", [False, True])
@@ -51,7 +48,7 @@ class Complex(pl.LightningModule):
 def test_complex_parameters_train(plugin: str, foreach: bool) -> None:
     """With a loss scale, clipping and monitors; close to fp32. Lightning's bf16-true makes real numbers of them."""
     # Without our plugins torch's clipping fails on the conjugation bit.
-    exact, module = Complex(lazily=False, foreach=foreach), Complex(foreach=foreach)
+    exact, module = complex_weights(lazily=False, foreach=foreach), complex_weights(foreach=foreach)
     fit(None, exact, gradient_clip_val=0.5)
     trainer = fit(PLUGINS[plugin](), module, gradient_clip_val=0.5, callbacks=[OverflowMonitor()])
     assert trainer.global_step == 4
@@ -69,30 +66,24 @@ def test_the_norm_of_complex_gradients_is_torchs() -> None:
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             norms.append(torch.nn.utils.get_total_norm([p.grad.resolve_conj() for p in pl_module.parameters()]).item())
 
-    fit(PLUGINS["16-mixed"](), Complex(), callbacks=[Norm()])
+    fit(PLUGINS["16-mixed"](), complex_weights(), callbacks=[Norm()])
     assert len(norms) == 8
     assert norms[::2] == pytest.approx(norms[1::2], rel=1e-5)
 
 
-class Double(pl.LightningModule):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(16, 16)
-        self.scale = nn.Parameter(torch.full((16,), 1 + 2.0**-40, dtype=torch.float64))
-        self.settings = settings
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return (self.net(batch[0]).double() * self.scale).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, **self.settings)
+def double_weights(**settings: Any) -> Trained:
+    return Trained(
+        lambda module, batch: (module.net(batch[0]).double() * module.scale).square().mean(),
+        partial(torch.optim.AdamW, lr=1e-3, **settings),
+        net=lambda: nn.Linear(16, 16),
+        scale=lambda: nn.Parameter(torch.full((16,), 1 + 2.0**-40, dtype=torch.float64)),
+    )
 
 
 @pytest.mark.parametrize("settings", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_float64_parameters_are_stepped_in_float64(plugin: str, settings: dict[str, Any]) -> None:
-    module = Double(**settings)
+    module = double_weights(**settings)
     trainer = fit(PLUGINS[plugin](), module, gradient_clip_val=0.5)
     state = trainer.optimizers[0].state[module.scale]
     assert {module.scale.dtype, state["exp_avg"].dtype} == {torch.float64}

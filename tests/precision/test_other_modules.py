@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from cpu_fsdp import CpuFsdp
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import WIDTH, Regression, fit, loader, quiet_trainer, regression_batches, sgd
@@ -199,18 +200,16 @@ def test_nothing_is_said_where_evaluation_is_16_bit_anyway(eval_precision: Any) 
         quiet_trainer(plugins=[plugin]).validate(Adapted(torch.bfloat16), loader(regression_batches(1)), verbose=False)
 
 
-def test_evaluation_in_fp32_says_what_fsdp2_gathers_in_16_bit() -> None:
-    def run(rank: int) -> None:
-        module = Adapted(torch.float32, gathered_in=torch.bfloat16)
-        trainer = quiet_trainer(
-            strategy=ModelParallelStrategy(process_group_backend="gloo"),
-            devices=1,
-            plugins=[AutocastPrecision("bf16-mixed", eval_precision="32-true")],
-        )
-        with warned(r"\): base are gathered by fully_shard in 16 bit.*Give fully_shard no param_dtype"):
-            trainer.validate(module, loader(regression_batches(1)), verbose=False)
-
-    run_ranks(run, 1)
+@on_ranks(run_ranks, 1)
+def test_evaluation_in_fp32_says_what_fsdp2_gathers_in_16_bit(rank: int) -> None:
+    module = Adapted(torch.float32, gathered_in=torch.bfloat16)
+    trainer = quiet_trainer(
+        strategy=ModelParallelStrategy(process_group_backend="gloo"),
+        devices=1,
+        plugins=[AutocastPrecision("bf16-mixed", eval_precision="32-true")],
+    )
+    with warned(r"\): base are gathered by fully_shard in 16 bit.*Give fully_shard no param_dtype"):
+        trainer.validate(module, loader(regression_batches(1)), verbose=False)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core import rank_zero
-from small_models import loader, quiet_trainer
+from small_models import Trained, fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -36,17 +36,12 @@ STOCK = ("stock-32", "stock-mixed", "stock-true")
 WRITTEN = Path(__file__).parents[1] / "checkpoints" / "written_by_3279c5e"
 
 
-class Net(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+def make_net() -> Trained:
+    return Trained(
+        lambda module, batch: module.net(batch).float().square().mean(),
+        partial(torch.optim.AdamW, lr=1e-3),
+        net=lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)),
+    )
 
 
 class AtStart(pl.Callback):
@@ -71,7 +66,7 @@ def leg(plugins: list[Any], epochs: int, path: Path, *, resume: bool) -> tuple[A
     start = AtStart()
     trainer = quiet_trainer(plugins=plugins, max_epochs=epochs, callbacks=[start])
     batches = list(torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1)))
-    trainer.fit(Net(), loader(batches), ckpt_path=path if resume else None)
+    trainer.fit(make_net(), loader(batches), ckpt_path=path if resume else None)
     trainer.save_checkpoint(path)
     return start, trainer
 
@@ -105,19 +100,13 @@ def test_a_checkpoint_holds_fp32_weights_and_nothing_beside_them(precision: str,
 # -- checkpoints from before parameters were the masters ---------------------------------------------------------------
 
 
-class FormerNet(pl.LightningModule):
+def former_net() -> Trained:
     """The model that wrote them: three steps of AdamW under MasterWeightsPrecision("bf16-true") at 3279c5e."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Linear(4, 2)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.net(batch).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 1e-2)
+    return Trained(
+        lambda module, batch: module.net(batch).square().mean(),
+        partial(torch.optim.AdamW, lr=1e-2),
+        net=lambda: nn.Linear(4, 2),
+    )
 
 
 def optimizer_state(checkpoint: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -146,8 +135,7 @@ def resume_former(path: Path, **settings: Any) -> tuple[list[Tensor], list[str]]
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = rank_zero.log  # that of the Lightning imported last
     logger.addHandler(handler)
-    trainer = quiet_trainer(max_epochs=2, callbacks=[start], use_distributed_sampler=False, **settings)
-    trainer.fit(FormerNet(), loader(list(torch.ones(3, 4, 4))), ckpt_path=path)
+    trainer = fit(former_net(), list(torch.ones(3, 4, 4)), start, ckpt_path=path, max_epochs=2, **settings)
     logger.removeHandler(handler)
     if isinstance(trainer.strategy, CpuFsdp):  # shards that are flat
         return [], lines

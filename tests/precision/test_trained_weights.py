@@ -5,9 +5,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import small_models
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import loader, quiet_trainer, regression_batches, weights
+from small_models import regression_batches, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
@@ -44,9 +45,7 @@ class Adapted(pl.LightningModule):
 
 
 def fit(plugin: Any, module: pl.LightningModule, **arguments: Any) -> pl.Trainer:
-    trainer = quiet_trainer(plugins=[plugin] if plugin is not None else [], **arguments)
-    trainer.fit(module, loader(regression_batches(2)))
-    return trainer
+    return small_models.fit(module, regression_batches(2), plugin=plugin, **arguments)
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

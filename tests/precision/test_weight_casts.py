@@ -15,7 +15,7 @@ import torch
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from processor import needs_16_bit_lstm
-from small_models import UncachedAutocast, fit, loader, quiet_trainer
+from small_models import UncachedAutocast, fit, loader
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -199,8 +199,7 @@ def batches(count: int = 2) -> list[Tensor]:
 
 def run(plugin: Any, step: Step, **arguments: Any) -> Net:
     net = Evaluated(step)
-    trainer = quiet_trainer(plugins=[plugin] if plugin is not None else [], num_sanity_val_steps=1, **arguments)
-    trainer.fit(net, loader(batches()), loader(batches(1)))
+    trainer = fit(net, batches(), plugin=plugin, validation=batches(1), num_sanity_val_steps=1, **arguments)
     trainer.test(net, loader(batches(1)), verbose=False)
     trainer.predict(net, loader(batches(1)))
     return net

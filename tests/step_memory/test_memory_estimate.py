@@ -339,33 +339,6 @@ def test_the_picture_and_the_table_have_the_same_parts():
         estimate.plot("memory.doc")
 
 
-class Reads(nn.Module):
-    def forward(self, x):
-        return x * float(x.sum().item())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"precision": "fp4"}, "`precision` 'fp4' is not known. Use one of 32-true, 16-mixed, bf16-mixed"),
-        ({"strategy": "ddp2"}, "`strategy` 'ddp2' is not known. Use one of single, ddp, fsdp2"),
-        ({"ranks": 0}, "`ranks` must be a whole number, 1 or more, got 0"),
-        ({"ranks": 2}, "`ranks` is 2 and `strategy` is 'single'. Pass strategy='ddp'"),
-        ({"policy": {"op:norms": "fp32"}}, "`policy` needs a precision that has one, got '32-true'"),
-        ({"units": "x"}, "`units` belongs to strategy='fsdp2', got strategy='single'"),
-        ({"optimizer": "adamx"}, "`optimizer` 'adamx' is not known. Use one of adadelta, "),
-        ({"optimizer": lambda parameters: 3}, "`optimizer` must make a torch.optim.Optimizer, got int"),
-        ({"optimizer": "adafactor"}, "cannot step Adafactor on fake tensors"),
-        ({"step": lambda module, batch: Reads()(module(batch))}, " in forward reads a value, for instance by .item()"),
-        ({"step": lambda module, batch: module(batch).detach()}, "found nothing to differentiate"),
-    ],
-)
-def test_what_cannot_be_estimated_is_refused(arguments, message):
-    with pytest.raises(ValueError) as info:  # noqa: PT011  # the text is read below
-        estimate_memory(net(), ROWS, **arguments)
-    assert message in str(info.value)
-
-
 def test_an_optimizer_that_wants_a_trainer_is_refused_with_what_to_pass():
     class Planned(BoringModel):
         def configure_optimizers(self):

@@ -3,6 +3,7 @@
 A test that fails here says that upstream has changed: then rewrite the row of docs/defects.md that it names.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
-from small_models import Regression, ResumableLoader, fit, loader, quiet_trainer, regression_batches
+from small_models import Regression, ResumableLoader, Trained, fit, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -57,18 +58,13 @@ def test_the_last_window_is_divided_by_a_full_one() -> None:
     assert shares(6, callbacks=[AccumulationScheduler({0: 4})])[1] == {4: 0.5, 5: 0.5}
 
 
-class Tokens(pl.LightningModule):
+def tokens() -> Trained:
     """Mean cross-entropy of logits that do not depend on the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logits = nn.Parameter(torch.zeros(3))
-
-    def training_step(self, labels: Tensor, batch_idx: int) -> Tensor:
-        return cross_entropy(self.logits.expand(len(labels), 3), labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
+    return Trained(
+        lambda module, labels: cross_entropy(module.logits.expand(len(labels), 3), labels),
+        partial(torch.optim.SGD, lr=1.0),
+        logits=lambda: nn.Parameter(torch.zeros(3)),
+    )
 
 
 def test_the_mean_of_means_is_not_the_mean_over_tokens() -> None:
@@ -76,7 +72,7 @@ def test_the_mean_of_means_is_not_the_mean_over_tokens() -> None:
     batches = [torch.zeros(1, dtype=torch.long), torch.ones(7, dtype=torch.long)]
 
     def gradient(**arguments: Any) -> list[float]:
-        module = Tokens()
+        module = tokens()
         fit(module, batches, **arguments)
         return [round(-value, 4) for value in module.logits.tolist()]
 

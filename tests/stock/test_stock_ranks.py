@@ -6,6 +6,7 @@ docs/defects.md.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from reductions_counter import ReductionsPerStep
-from small_models import Regression, fit, regression_batches
+from small_models import Regression, Trained, fit, regression_batches, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,22 +44,17 @@ class CpuFsdpPrecision(FSDPPrecision):
         return torch.autocast("cpu", torch.float16)
 
 
-class OneWeight(pl.LightningModule):
+def one_weight(*, fused: bool) -> Trained:
     """A weight of 1 whose gradient is the batch; no loss for a batch of 0."""
-
-    def __init__(self, *, fused: bool) -> None:
-        super().__init__()
-        self.weight, self.fused = nn.Parameter(torch.ones(())), fused
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
-        return self.weight * batch if batch else None
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0, fused=self.fused)
+    return Trained(
+        lambda module, batch: module.weight * batch if batch else None,
+        partial(torch.optim.SGD, lr=1.0, fused=fused),
+        weight=lambda: nn.Parameter(torch.ones(())),
+    )
 
 
 def moved(plugin: Precision, batches: list[float], *, fused: bool, **arguments: Any) -> float:
-    module = OneWeight(fused=fused)
+    module = one_weight(fused=fused)
     fit(module, [torch.tensor(value) for value in batches], plugin=plugin, **arguments)
     return 1.0 - module.weight.item()
 
@@ -116,7 +112,7 @@ class Replacing(Precision):
     """Gives back another module than the one that it got."""
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        self.converted = OneWeight(fused=False)
+        self.converted = one_weight(fused=False)
         return self.converted
 
 
@@ -135,8 +131,7 @@ def ddp_trains_what_convert_module_returned() -> bool:
 
 class Sharded(Regression):
     def configure_model(self) -> None:
-        if not any(hasattr(p, "to_local") for p in self.parameters()):
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+        shard(self, self.net)
 
 
 def reductions(module: pl.LightningModule, strategy: Any, callbacks: list[Callback], **arguments: Any) -> list[int]:

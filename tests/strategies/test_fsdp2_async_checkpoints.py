@@ -411,11 +411,6 @@ def test_a_kill_in_the_background_leaves_the_checkpoint_before_it(when: str, tmp
     assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == [f"step={n}.ckpt" for n in (1, 3, 5)]
 
 
-def test_single_files_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"requires single files, which rank 0 gathers and writes. Leave one of them"):
-        fsdp2(async_checkpoints=True, save_distributed_checkpoint=False)
-
-
 def test_a_torch_without_gloo_is_refused() -> None:
     def on_rank(rank: int) -> str:
         trainer = quiet_trainer(devices=1, strategy=fsdp2("net.0", async_checkpoints=True))

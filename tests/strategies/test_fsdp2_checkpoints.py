@@ -9,15 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_runs import assert_same, assert_same_on_ranks, batches, fp16, fsdp2, full_weights, model, train
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import WIDTH, Regression, ResumableLoader, adamw, loader, quiet_trainer, regression_batches, sgd
+from small_models import (
+    WIDTH,
+    Regression,
+    ResumableLoader,
+    adamw,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    sgd,
+    shard,
+)
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_mp import AtomicCheckpoints, MasterWeightsPrecision, OverflowMonitor
 from lightning_mp.checkpoints import latest_checkpoint
@@ -392,9 +401,7 @@ def models_own_strategy() -> ModelParallelStrategy:
 
 class GrowsSharded(Grows):
     def configure_model(self) -> None:
-        for layer in (*self.net[::2], self.late):
-            if not isinstance(layer.weight, DTensor):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+        shard(self, *self.net[::2], self.late)
 
 
 GROWING: dict[str, tuple[Any, type[Grows]]] = {
@@ -439,48 +446,40 @@ def test_a_parameter_without_state_goes_on_without(tmp_path: Path) -> None:
             assert counted == [3, 3], name
 
 
-def test_writing_in_the_background_is_refused() -> None:
-    def run(rank: int) -> None:
-        for sharded in (True, False):
-            strategy = fsdp2("net.0", save_distributed_checkpoint=sharded)
-            with pytest.raises(
-                MisconfigurationException, match="is written, and AsyncCheckpointIO would write it later"
-            ):
-                quiet_trainer(devices=1, strategy=strategy, plugins=[AsyncCheckpointIO()]).fit(
-                    Regression(), loader(regression_batches(1))
-                )
-
-    run_ranks(run, 1)
+@on_ranks(run_ranks, 1)
+def test_writing_in_the_background_is_refused(rank: int) -> None:
+    for sharded in (True, False):
+        strategy = fsdp2("net.0", save_distributed_checkpoint=sharded)
+        with pytest.raises(MisconfigurationException, match="is written, and AsyncCheckpointIO would write it later"):
+            quiet_trainer(devices=1, strategy=strategy, plugins=[AsyncCheckpointIO()]).fit(
+                Regression(), loader(regression_batches(1))
+            )
 
 
 # -- what cannot be loaded, and what makes it loadable -----------------------------------------------------------------
 
 
-def test_folders_that_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
-    def run(rank: int) -> None:
-        def refused(name: str, match: str, arguments: Any = None) -> None:
-            module = Regression()
-            trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), max_steps=2, max_epochs=-1)
-            module.make_optimizer = arguments or (lambda parameters: sgd(parameters))  # type: ignore[assignment]
-            with pytest.raises(ValueError, match=match):
-                trainer.fit(module, ResumableLoader(regression_batches(4)), ckpt_path=tmp_path / name)
+@on_ranks(run_ranks, 2)
+def test_folders_that_cannot_be_loaded_are_refused(rank: int, tmp_path: Path) -> None:
+    def refused(name: str, match: str, arguments: Any = None) -> None:
+        module = Regression()
+        trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), max_steps=2, max_epochs=-1)
+        module.make_optimizer = arguments or (lambda parameters: sgd(parameters))  # type: ignore[assignment]
+        with pytest.raises(ValueError, match=match):
+            trainer.fit(module, ResumableLoader(regression_batches(4)), ckpt_path=tmp_path / name)
 
-        def written(name: str, make: Any, **others: Any) -> None:
-            module = Regression(make)
-            trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), max_steps=1, max_epochs=-1)
-            trainer.fit(module, ResumableLoader(regression_batches(4)))
-            trainer.save_checkpoint(tmp_path / name, **others)
+    def written(name: str, make: Any, **others: Any) -> None:
+        module = Regression(make)
+        trainer = quiet_trainer(devices=2, strategy=fsdp2("net.0"), max_steps=1, max_epochs=-1)
+        trainer.fit(module, ResumableLoader(regression_batches(4)))
+        trainer.save_checkpoint(tmp_path / name, **others)
 
-        written("weights", sgd, weights_only=True)
-        written("half", lambda parameters: sgd(list(parameters)[:2]))
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        refused("weights", "contains no state of optimizers, .* save_weights_only=True .* Load its weights only")
-        refused(
-            "half", r"net\.2\.bias, net\.2\.weight are only in those of configure_optimizers\. Resume with the model"
-        )
-        refused("empty", r"empty is a folder without meta\.pt, .* latest_checkpoint\(folder\) finds the last complete")
-
-    run_ranks(run, 2)
+    written("weights", sgd, weights_only=True)
+    written("half", lambda parameters: sgd(list(parameters)[:2]))
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    refused("weights", "contains no state of optimizers, .* save_weights_only=True .* Load its weights only")
+    refused("half", r"net\.2\.bias, net\.2\.weight are only in those of configure_optimizers\. Resume with the model")
+    refused("empty", r"empty is a folder without meta\.pt, .* latest_checkpoint\(folder\) finds the last complete")
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import fsdp2, full_weights
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import BaseFinetuning
 from small_models import Regression, ResumableLoader, quiet_trainer, regression_batches
@@ -196,15 +197,13 @@ REFUSED = {
 
 
 @pytest.mark.full
-def test_other_groups_are_refused_before_anything_is_loaded_into_the_optimizer(tmp_path: Path) -> None:
-    def run(rank: int) -> None:
-        for groups in {saved for saved, _ in REFUSED}:
-            leg(Grouped(groups), 2, strategy=sharded("shards"), devices=2, save_to=tmp_path / groups)
-        for (saved, own), message in REFUSED.items():
-            with pytest.raises(ValueError, match=message):
-                leg(Grouped(own), 4, strategy=sharded("shards"), devices=2, ckpt_path=tmp_path / saved)
-
-    run_ranks(run, 2)
+@on_ranks(run_ranks, 2)
+def test_other_groups_are_refused_before_anything_is_loaded_into_the_optimizer(rank: int, tmp_path: Path) -> None:
+    for groups in {saved for saved, _ in REFUSED}:
+        leg(Grouped(groups), 2, strategy=sharded("shards"), devices=2, save_to=tmp_path / groups)
+    for (saved, own), message in REFUSED.items():
+        with pytest.raises(ValueError, match=message):
+            leg(Grouped(own), 4, strategy=sharded("shards"), devices=2, ckpt_path=tmp_path / saved)
 
 
 class TwoOptimizers(Grouped):
@@ -223,17 +222,15 @@ class TwoOptimizers(Grouped):
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.full)])
-def test_another_number_of_optimizers_is_refused_in_both_directions(kind: str, tmp_path: Path) -> None:
-    def run(rank: int) -> None:
-        paths = {number: tmp_path / f"{kind} {number}" for number in (1, 2)}
-        for number, module in ((1, Grouped("together")), (2, TwoOptimizers())):
-            leg(module, 2, strategy=sharded(kind), devices=2, save_to=paths[number])
-        with pytest.raises(ValueError, match="holds the state of 2 optimizers, and configure_optimizers made 1"):
-            leg(Grouped("together"), 4, strategy=sharded(kind), devices=2, ckpt_path=paths[2])
-        with pytest.raises(ValueError, match="holds the state of 1 optimizers, and configure_optimizers made 2"):
-            leg(TwoOptimizers(), 4, strategy=sharded(kind), devices=2, ckpt_path=paths[1])
-
-    run_ranks(run, 2)
+@on_ranks(run_ranks, 2)
+def test_another_number_of_optimizers_is_refused_in_both_directions(rank: int, kind: str, tmp_path: Path) -> None:
+    paths = {number: tmp_path / f"{kind} {number}" for number in (1, 2)}
+    for number, module in ((1, Grouped("together")), (2, TwoOptimizers())):
+        leg(module, 2, strategy=sharded(kind), devices=2, save_to=paths[number])
+    with pytest.raises(ValueError, match="holds the state of 2 optimizers, and configure_optimizers made 1"):
+        leg(Grouped("together"), 4, strategy=sharded(kind), devices=2, ckpt_path=paths[2])
+    with pytest.raises(ValueError, match="holds the state of 1 optimizers, and configure_optimizers made 2"):
+        leg(TwoOptimizers(), 4, strategy=sharded(kind), devices=2, ckpt_path=paths[1])
 
 
 # -- groups that were added during the run -----------------------------------------------------------------------------

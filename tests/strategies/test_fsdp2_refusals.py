@@ -8,16 +8,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import Recorded, ResumableLoader, batches, fp16, fsdp2, model
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, fit, loader, quiet_trainer, regression_batches
+from small_models import Regression, fit, loader, quiet_trainer, regression_batches, shard
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-from lightning_mp.strategies.fsdp2 import FSDP2Strategy
 
 
 class Manual(Regression):
@@ -47,14 +45,12 @@ def tied() -> pl.LightningModule:
         (tied, r"other\.weight.* one parameter \(tied weights\).*into one submodule with a forward"),
     ],
 )
+@on_ranks(run_ranks, 2)
 def test_parameters_that_ranks_would_train_apart_in_manual_optimization_are_refused(
-    make: Callable[[], pl.LightningModule], says: str
+    rank: int, make: Callable[[], pl.LightningModule], says: str
 ) -> None:
-    def run(rank: int) -> None:
-        with pytest.raises((MisconfigurationException, ValueError), match=says):
-            fit(make(), regression_batches(1), devices=2, strategy=fsdp2())
-
-    run_ranks(run, 2)
+    with pytest.raises((MisconfigurationException, ValueError), match=says):
+        fit(make(), regression_batches(1), devices=2, strategy=fsdp2())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Rprop])
@@ -65,7 +61,7 @@ def test_an_optimizer_that_torch_cannot_step_shards_with_is_refused_at_set_up(
 
     class Sharded(Regression):
         def configure_model(self) -> None:
-            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+            shard(self, self.net)
 
     def run(rank: int) -> str:
         stock = ModelParallelStrategy(process_group_backend="gloo")
@@ -82,13 +78,11 @@ def test_an_optimizer_that_torch_cannot_step_shards_with_is_refused_at_set_up(
         assert said.endswith("or train with DDP.")
 
 
-def test_sync_batchnorm_is_refused() -> None:
-    def run(rank: int) -> None:
-        trainer = quiet_trainer(devices=2, strategy=fsdp2(), sync_batchnorm=True)
-        with pytest.raises(MisconfigurationException, match=r"FSDP2Strategy .*sync_batchnorm=True.*batch norms stay"):
-            trainer.fit(Regression(), loader(regression_batches(1)))
-
-    run_ranks(run, 2)
+@on_ranks(run_ranks, 2)
+def test_sync_batchnorm_is_refused(rank: int) -> None:
+    trainer = quiet_trainer(devices=2, strategy=fsdp2(), sync_batchnorm=True)
+    with pytest.raises(MisconfigurationException, match=r"FSDP2Strategy .*sync_batchnorm=True.*batch norms stay"):
+        trainer.fit(Regression(), loader(regression_batches(1)))
 
 
 @pytest.mark.quick_cases(1)
@@ -193,14 +187,3 @@ def test_a_stock_scaler_is_refused() -> None:
 def test_callbacks_that_have_copied_the_model_are_refused() -> None:
     message = refusal(fsdp2(), callbacks=[EMAWeightAveraging(decay=0.9)])
     assert message.startswith("FSDP2Strategy cannot be used with EMAWeightAveraging, which copies the model before")
-
-
-@pytest.mark.parametrize("size", [0, True, 1.5])
-def test_sizes_are_whole_numbers(size: Any) -> None:
-    with pytest.raises(ValueError, match=r"replicate_size=.*: it must be a whole number of ranks, 1 or more"):
-        FSDP2Strategy(replicate_size=size)
-
-
-def test_a_plan_without_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=1 splits none"):
-        FSDP2Strategy(tensor_parallel_plan="auto")

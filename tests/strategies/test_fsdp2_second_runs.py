@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import Blocks, PostNorm, ResumableLoader, batches, fp16, fsdp2, model
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -51,17 +52,14 @@ def test_a_validation_after_the_fit_leaves_the_state_of_the_optimizer_as_it_is(t
         ({"replicate_size": 2}, {}, "replicate_size=2, and FSDP2Strategy now has replicate_size=1"),
     ],
 )
-def test_another_layout_is_refused(earlier: Any, now: Any, says: str) -> None:
+@on_ranks(run_ranks, 2)
+def test_another_layout_is_refused(rank: int, earlier: Any, now: Any, says: str) -> None:
     """Ranks that compute one model together would otherwise get different data."""
-
-    def run(rank: int) -> None:
-        module, rows = model(), loader(batches(1))
-        trainer(**earlier).validate(module, rows, verbose=False)
-        with pytest.raises(MisconfigurationException, match=says):
-            trainer(**now).validate(module, rows, verbose=False)
-        trainer(**earlier).validate(module, rows, verbose=False)
-
-    run_ranks(run, 2)
+    module, rows = model(), loader(batches(1))
+    trainer(**earlier).validate(module, rows, verbose=False)
+    with pytest.raises(MisconfigurationException, match=says):
+        trainer(**now).validate(module, rows, verbose=False)
+    trainer(**earlier).validate(module, rows, verbose=False)
 
 
 @pytest.mark.full

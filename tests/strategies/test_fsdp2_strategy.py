@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import Blocks, PostNorm, assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins import Precision
@@ -205,15 +206,13 @@ def test_a_model_on_the_meta_device_starts_from_the_same_weights_on_any_number_o
     assert one["model.final_norm.weight"].eq(1).all()
 
 
-def test_a_module_that_cannot_be_initialised_is_refused() -> None:
-    def run(rank: int) -> None:
-        trainer = quiet_trainer(devices=2, strategy=fsdp2("Seen"))
-        with trainer.init_module(empty_init=True):
-            module = Watched()
-        with pytest.raises(MisconfigurationException, match="class Seen are on the meta device and have no reset_para"):
-            trainer.fit(module, loader(regression_batches(1)))
-
-    run_ranks(run, 2)
+@on_ranks(run_ranks, 2)
+def test_a_module_that_cannot_be_initialised_is_refused(rank: int) -> None:
+    trainer = quiet_trainer(devices=2, strategy=fsdp2("Seen"))
+    with trainer.init_module(empty_init=True):
+        module = Watched()
+    with pytest.raises(MisconfigurationException, match="class Seen are on the meta device and have no reset_para"):
+        trainer.fit(module, loader(regression_batches(1)))
 
 
 @pytest.mark.full

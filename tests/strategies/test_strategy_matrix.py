@@ -15,9 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from gloo import run_ranks
-from lightning.pytorch.strategies import DDPStrategy
-from small_models import loader, quiet_trainer, weights
 from strategy_rows import FAMILIES, STRATEGIES, distributed
 from strategy_runs import (
     ACCUMULATION,
@@ -32,13 +29,10 @@ from strategy_runs import (
     Net,
     Run,
     batches,
-    regression_batches,
     single,
 )
 from strategy_table import EQUAL, page
 from torch import Tensor, nn
-
-from lightning_mp import AccumulationScheduler
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -52,7 +46,6 @@ REFUSALS = {
     r"; TF32;": r"TF32Precision cannot run on this device: .* Use Trainer\(precision='32-true'\)",
     r"^FSDP1.*; .*(remainder|24bit);": r"storage='(remainder|24bit)'\) cannot be used with .* Leave storage out",
     r"fp16 reduction; (bf16|fp8)": r"reduced in fp16, and nothing scales the loss .* or reduce in bf16",
-    r"static graph; .*; 3": r"static_graph=True.* Leave static_graph out",
 }
 
 
@@ -230,22 +223,6 @@ def test_any_three_axes_are_crossed_in_full_and_all_four_in_every_family() -> No
         trained = [cell for cell in chosen(strategy) if refusal(strategy, cell) is None]
         assert len({cell.precision for cell in trained}) == len(trained) >= 5
         assert len({cell[1:] for cell in trained}) == min(len(trained), len(CLIPPING) * len(ACCUMULATION))
-
-
-@pytest.mark.full
-def test_a_static_graph_takes_windows_of_several_micro_batches_from_the_second_step_on() -> None:
-    """It is the first backward that has to reduce."""
-
-    def fit(rank: int, static_graph: bool) -> list[Tensor]:
-        module = Net(1, plants=False)
-        schedule = AccumulationScheduler({0: 1, 1: 3}, unit="step")
-        strategy = DDPStrategy(process_group_backend="gloo", static_graph=static_graph)
-        trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[schedule])
-        trainer.fit(module, loader(regression_batches(8)[rank::2]))
-        return weights(module)
-
-    for plain, static in run_ranks(lambda rank: (fit(rank, False), fit(rank, True)), 2):
-        assert all(torch.equal(a, b) for a, b in zip(plain, static, strict=True))
 
 
 @pytest.mark.full

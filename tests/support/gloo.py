@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import datetime
 import functools
+import inspect
 import json
 import math
 import os
@@ -102,6 +103,26 @@ def run_same_ranks(
     except BaseException:
         _kept.end()
         raise
+
+
+def on_ranks(run: Callable[..., Any], world_size: int, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """A test that runs on so many ranks: its first argument is the rank, the others are those of any test.
+
+    ``run`` is :func:`run_ranks`, :func:`run_same_ranks` or :func:`run_group`, with its ``options``.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def on_all_ranks(**arguments: Any) -> None:
+            run(functools.partial(test, **arguments), world_size, **options)
+
+        signature = inspect.signature(test)
+        on_all_ranks.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=list(signature.parameters.values())[1:]
+        )
+        return on_all_ranks
+
+    return decorate
 
 
 @contextlib.contextmanager

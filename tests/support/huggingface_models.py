@@ -22,7 +22,7 @@ from transformers import (
 
 from lightning_mp import AutocastPrecision, LossScaler
 
-VOCABULARY = 31
+VOCABULARY = 31  # odd: two ranks hold unequal shares
 BLOCK_TOKENS = 24
 PAD, IGNORED = 0, -100
 PRECISIONS = ["16-mixed", "bf16-mixed"]

@@ -15,9 +15,9 @@ from cpu_fsdp import CpuFsdp
 from gloo import RankError, run_ranks, run_same_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
-from small_models import ResumableLoader, TokenModel, adamw, quiet_trainer, token_batches, weights
+from small_models import ResumableLoader, ShardedTokenModel, TokenModel, adamw, quiet_trainer, token_batches, weights
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import (
@@ -79,15 +79,6 @@ killers: list[subprocess.Popen[bytes]] = []
 FILE_EVENTS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir"}
 
 
-class ShardsItself(TokenModel):
-    """As Lightning's own strategy wants it."""
-
-    def configure_model(self) -> None:
-        for layer in (self.head, self.embedding):
-            if not isinstance(layer.weight, DTensor):
-                fully_shard(layer, mesh=self.device_mesh["data_parallel"])
-
-
 class SplitsItself(TokenModel):
     """As PipelineParallelStrategy wants it."""
 
@@ -100,7 +91,7 @@ class SplitsItself(TokenModel):
         return pipelined_loss(self, batch)
 
 
-MODULES = {"model parallel": ShardsItself, "pipeline": SplitsItself}
+MODULES = {"model parallel": ShardedTokenModel, "pipeline": SplitsItself}
 
 
 class StepLog(Callback):

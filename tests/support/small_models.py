@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 WIDTH = 8
@@ -77,6 +80,39 @@ class Regression(pl.LightningModule):
         }
 
 
+class Trained(pl.LightningModule):
+    """Any parts, made under seed 0 in this order, with a loss and an optimizer: what most tests need of a module.
+
+    Args:
+        loss: from this module and a batch.
+        optimizer: from the parameters that require gradients; SGD with a learning rate of 0.1.
+        parts: submodules or parameters by name, each as a function that makes it.
+
+    Example:
+        >>> module = Trained(lambda module, batch: module.net(batch).square().mean(), net=lambda: nn.Linear(4, 4))
+        >>> module.net
+        Linear(in_features=4, out_features=4, bias=True)
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Tensor | None],
+        optimizer: Callable[[Any], torch.optim.Optimizer] = partial(torch.optim.SGD, lr=0.1),  # noqa: B008
+        **parts: Callable[[], Any],
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.loss, self.make_optimizer = loss, optimizer
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        return self.loss(self, batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
 class StepsByHand(pl.LightningModule):
     """Mixed in before another module: its steps in manual optimization, one in each batch."""
 
@@ -109,6 +145,20 @@ class TokenModel(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters())
+
+
+def shard(module: pl.LightningModule, *layers: nn.Module, **options: Any) -> None:
+    """FSDP2 for each of these layers that is not sharded yet: what ``configure_model`` does in a run over ranks."""
+    for layer in layers:
+        if not any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+            fully_shard(layer, mesh=module.device_mesh["data_parallel"], **options)  # type: ignore[index]
+
+
+class ShardedTokenModel(TokenModel):
+    """Under ``ModelParallelStrategy``."""
+
+    def configure_model(self) -> None:
+        shard(self, self.head, self.embedding)
 
 
 def regression_batches(num_batches: int, batch_size: int = 4, width: int = WIDTH) -> list[list[Tensor]]:
@@ -185,14 +235,32 @@ def fit(
     plugin: Any = None,
     validation: Any = None,
     ckpt_path: Any = None,
+    save_to: Any = None,
+    steps: int | None = None,
     **arguments: Any,
 ) -> pl.Trainer:
-    """A :func:`quiet_trainer` of these parts, after it has trained on ready batches or on a loader."""
+    """A :func:`quiet_trainer` of these parts, after it has trained on ready batches or on a loader.
+
+    Args:
+        module: what is trained.
+        batches: a sequence of ready batches, or a loader.
+        callbacks: of the Trainer, in this order.
+        plugin: the only plugin; several are ``plugins=``.
+        validation: like ``batches``.
+        ckpt_path: the checkpoint that it resumes from.
+        save_to: where a checkpoint is saved after the run.
+        steps: optimizer steps of the run, resumed ones counted, in as many epochs as they take.
+        arguments: of the Trainer.
+    """
     if callbacks:
         arguments["callbacks"] = list(callbacks)
     if plugin is not None:
         arguments["plugins"] = [plugin]
+    if steps is not None:
+        arguments |= {"max_steps": steps, "max_epochs": -1}
     data = [loader(given) if hasattr(given, "__getitem__") else given for given in (batches, validation)]
     trainer = quiet_trainer(**arguments)
     trainer.fit(module, *data, ckpt_path=ckpt_path)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
     return trainer

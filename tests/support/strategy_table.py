@@ -57,7 +57,7 @@ _ABOUT = {
     "`DDPStrategy`": """\
 The last two are `ReducedPrecisionDDPStrategy` by its names `mp_ddp_bf16_reduce` and `mp_ddp_fp16_reduce`; 16-bit
 gradients, as masters have them, are reduced as they are, and the fp32 ones of norms in that format. With a static
-graph, windows of several micro-batches work from the second step on.""",
+graph, the first micro-batch of a run reduces its gradient even if its window stays open.""",
     "`FSDPStrategy`": """\
 Run through a subclass that tells torch to use the CPU. Under autocast FSDP1 also casts floating-point batches to 16
 bit, targets too, and gathers all parameters in 16 bit; with a `policy` that names modules it does neither.""",

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import ModelParallelStrategy
 from small_models import TokenModel, fused_adamw, loader, quiet_trainer, sgd, token_batches, weights
@@ -95,19 +96,16 @@ def test_param_groups_and_scheduler_know_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
-def test_what_torch_has_no_sharded_kernel_for_is_refused_at_set_up(optimizer: Any) -> None:
+@on_ranks(run_ranks, 2)
+def test_what_torch_has_no_sharded_kernel_for_is_refused_at_set_up(rank: int, optimizer: Any) -> None:
     """Torch says so at the first step only, from deep inside; if it ever learns it, the refusal can go."""
-
-    def parallel(rank: int) -> Any:
-        module = Parallel(lambda parameters: optimizer(parameters, lr=1e-2, fused=True))
-        trainer = quiet_trainer(devices=2, strategy=two_ranks(), plugins=[AutocastPrecision("bf16-mixed")])
-        with pytest.raises(ValueError, match=r"has no fused \w+\. Use \w+\(foreach=True\)") as caught:
-            trainer.fit(module, loader(token_batches(COUNTS)))
-        assert str(caught.value).startswith(f"{optimizer.__name__}(fused=True) has sharded parameters (DTensors,")
-        assert module.trained_tokens == 0
-        stock = quiet_trainer(devices=2, strategy=two_ranks())
-        sharded = Parallel(lambda parameters: optimizer([p for p in parameters if isinstance(p, DTensor)], fused=True))
-        with pytest.raises(NotImplementedError, match="does not have a sharding strategy registered"):
-            stock.fit(sharded, loader(token_batches(COUNTS)))
-
-    run_ranks(parallel, 2)
+    module = Parallel(lambda parameters: optimizer(parameters, lr=1e-2, fused=True))
+    trainer = quiet_trainer(devices=2, strategy=two_ranks(), plugins=[AutocastPrecision("bf16-mixed")])
+    with pytest.raises(ValueError, match=r"has no fused \w+\. Use \w+\(foreach=True\)") as caught:
+        trainer.fit(module, loader(token_batches(COUNTS)))
+    assert str(caught.value).startswith(f"{optimizer.__name__}(fused=True) has sharded parameters (DTensors,")
+    assert module.trained_tokens == 0
+    stock = quiet_trainer(devices=2, strategy=two_ranks())
+    sharded = Parallel(lambda parameters: optimizer([p for p in parameters if isinstance(p, DTensor)], fused=True))
+    with pytest.raises(NotImplementedError, match="does not have a sharding strategy registered"):
+        stock.fit(sharded, loader(token_batches(COUNTS)))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torchao.float8  # noqa: F401  # once, before the ranks are forked
 from fsdp2_runs import Recorded, assert_same_on_ranks, fsdp2, full_weights
-from gloo import FLOAT8, process_group
+from gloo import FLOAT8, on_ranks, process_group
 from gloo import run_same_ranks as run_any_ranks
 from lightning.pytorch.callbacks import Callback
 from small_models import ResumableLoader, loader, quiet_trainer
@@ -54,32 +54,29 @@ def float8_linear(recipe: str, mesh: Any = None, style: Any = None) -> nn.Linear
 
 
 @pytest.mark.full
-def test_each_rank_rounds_with_the_factors_of_the_whole() -> None:
+@on_ranks(run_ranks, 2)
+def test_each_rank_rounds_with_the_factors_of_the_whole(rank: int) -> None:
     """Bit for bit, but for what is a sum over ranks: its two terms are rounded to bf16 before they are added up."""
-
-    def run(rank: int) -> None:
-        generator = torch.Generator().manual_seed(2)
-        # Parts of different size, so that factors of parts would be others.
-        x = torch.randn(2, 8, 32, generator=generator).mul(torch.linspace(0.1, 9, 32)).bfloat16()
-        gradient = torch.randn(2, 8, 64, generator=generator).mul(torch.linspace(9, 0.1, 64)).bfloat16()
-        with process_group():
-            mesh = init_device_mesh("cpu", (2,))
-            for recipe in RECIPES:
-                whole = float8_linear(recipe)
-                output, of_input = passed(whole, x, gradient)
-                assert whole.weight.grad is not None
-                for style in ("column", "row"):
-                    split = float8_linear(recipe, mesh, style)
-                    own_x = x if style == "column" else x.chunk(2, -1)[rank]
-                    own_gradient = gradient.chunk(2, -1)[rank] if style == "column" else gradient
-                    ours, our_input = passed(split, own_x, own_gradient)
-                    exact, summed = (ours, our_input) if style == "column" else (our_input, ours)
-                    its, its_sum = (output, of_input) if style == "column" else (of_input, output)
-                    assert torch.equal(exact, its.chunk(2, -1)[rank]), (recipe, style)
-                    torch.testing.assert_close(summed, its_sum, rtol=2**-7, atol=2**-7 * its_sum.abs().max().item())
-                    assert torch.equal(split.weight.grad.full_tensor(), whole.weight.grad), (recipe, style)
-
-    run_ranks(run, 2)
+    generator = torch.Generator().manual_seed(2)
+    # Parts of different size, so that factors of parts would be others.
+    x = torch.randn(2, 8, 32, generator=generator).mul(torch.linspace(0.1, 9, 32)).bfloat16()
+    gradient = torch.randn(2, 8, 64, generator=generator).mul(torch.linspace(9, 0.1, 64)).bfloat16()
+    with process_group():
+        mesh = init_device_mesh("cpu", (2,))
+        for recipe in RECIPES:
+            whole = float8_linear(recipe)
+            output, of_input = passed(whole, x, gradient)
+            assert whole.weight.grad is not None
+            for style in ("column", "row"):
+                split = float8_linear(recipe, mesh, style)
+                own_x = x if style == "column" else x.chunk(2, -1)[rank]
+                own_gradient = gradient.chunk(2, -1)[rank] if style == "column" else gradient
+                ours, our_input = passed(split, own_x, own_gradient)
+                exact, summed = (ours, our_input) if style == "column" else (our_input, ours)
+                its, its_sum = (output, of_input) if style == "column" else (of_input, output)
+                assert torch.equal(exact, its.chunk(2, -1)[rank]), (recipe, style)
+                torch.testing.assert_close(summed, its_sum, rtol=2**-7, atol=2**-7 * its_sum.abs().max().item())
+                assert torch.equal(split.weight.grad.full_tensor(), whole.weight.grad), (recipe, style)
 
 
 def test_a_layer_whose_part_is_no_multiple_of_16_stays_in_bf16() -> None:

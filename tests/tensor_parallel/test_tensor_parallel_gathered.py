@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp2_runs import fsdp2, full_weights
-from gloo import process_group
+from gloo import on_ranks, process_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins import Precision
 from small_models import loader, quiet_trainer
@@ -166,29 +166,17 @@ def test_stock_clipping_equals_one_process(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("padding", [None, 1, 6])
-def test_a_table_in_parts_gives_rows_and_gradients_of_the_whole(padding: int | None) -> None:
-    def run(rank: int) -> None:
-        with process_group():
-            whole, split = (nn.Embedding(8, 4, padding_idx=padding) for _ in range(2))
-            split.load_state_dict(whole.state_dict())
-            split_layer(split, "vocabulary", init_device_mesh("cpu", (2,)), shared=SharedInput())
-            ids = torch.tensor([[0, 1, 1, 3], [4, 6, 7, 6]])
-            factor = torch.arange(32.0).view(2, 4, 4)
-            (whole(ids) * factor).sum().backward()
-            (split(ids) * factor).sum().backward()
-            assert torch.equal(split(ids), whole(ids))
-            assert torch.equal(split.weight.grad.full_tensor(), whole.weight.grad)
-            assert split.weight.to_local().shape == (4, 4)
-            assert not torch.equal(F.embedding(ids % 4, split.weight.to_local()), whole(ids))
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.parametrize("argument", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}])
-def test_a_table_that_needs_all_of_its_rows_is_refused(argument: dict[str, Any]) -> None:
-    model = nn.ModuleDict({"table": nn.Embedding(8, 4, **argument)})
-    (name,) = argument
-    with pytest.raises(
-        ValueError, match=f"table has {name}=.* cannot be split as 'vocabulary'. Leave that out, or plan"
-    ):
-        resolve_plan(model, {"table": "vocabulary"})
+@on_ranks(run_ranks, 2)
+def test_a_table_in_parts_gives_rows_and_gradients_of_the_whole(rank: int, padding: int | None) -> None:
+    with process_group():
+        whole, split = (nn.Embedding(8, 4, padding_idx=padding) for _ in range(2))
+        split.load_state_dict(whole.state_dict())
+        split_layer(split, "vocabulary", init_device_mesh("cpu", (2,)), shared=SharedInput())
+        ids = torch.tensor([[0, 1, 1, 3], [4, 6, 7, 6]])
+        factor = torch.arange(32.0).view(2, 4, 4)
+        (whole(ids) * factor).sum().backward()
+        (split(ids) * factor).sum().backward()
+        assert torch.equal(split(ids), whole(ids))
+        assert torch.equal(split.weight.grad.full_tensor(), whole.weight.grad)
+        assert split.weight.to_local().shape == (4, 4)
+        assert not torch.equal(F.embedding(ids % 4, split.weight.to_local()), whole(ids))

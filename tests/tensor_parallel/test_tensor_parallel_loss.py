@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, model, train
-from gloo import process_group
+from gloo import on_ranks, process_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -174,49 +174,44 @@ def test_the_loss_is_fp32_under_autocast_and_of_the_logits_dtype_without() -> No
         assert abs(error) < 1e-3  # of the logits, which were rounded once more by the product
 
 
-def test_everybody_else_sees_the_whole() -> None:
-    def run(rank: int) -> None:
-        with process_group():
-            split = VocabParallelSplit(dist.group.WORLD)
-            part = split.own(WHOLE, 2).clone().requires_grad_()
-            logits = split_logits(part * 1, split)
-            gradients: list[Tensor] = []
-            logits.register_hook(lambda gradient: gradients.append((gradient != 0).any(-1)))
-            assert isinstance(logits, VocabParallelLogits)
-            assert (logits.shape, logits.dtype, logits.is_leaf) == (WHOLE.shape, WHOLE.dtype, False)
-            assert torch.equal(logits.argmax(-1), WHOLE.argmax(-1))
-            assert torch.equal(logits.topk(3).values, WHOLE.topk(3).values)
-            assert type(logits.detach()) is Tensor
-            assert logits.detach().equal(WHOLE)
-            assert logits.tolist() == WHOLE.tolist()
-            assert copy.deepcopy(logits.detach()).equal(WHOLE)
-            assert logits.to("cpu", torch.float32).float().detach().equal(WHOLE.float())
-            assert f"part {rank} of 2, size=(2, 6, 8)" in repr(logits)
-            flat(logits, SOME).backward()
-            assert torch.equal(gradients[0], SOME >= 0)
-            with torch.no_grad():
-                assert type(split_logits(part, split)) is Tensor
-                assert split_logits(part, split).equal(WHOLE)
-
-    run_ranks(run, 2)
+@on_ranks(run_ranks, 2)
+def test_everybody_else_sees_the_whole(rank: int) -> None:
+    with process_group():
+        split = VocabParallelSplit(dist.group.WORLD)
+        part = split.own(WHOLE, 2).clone().requires_grad_()
+        logits = split_logits(part * 1, split)
+        gradients: list[Tensor] = []
+        logits.register_hook(lambda gradient: gradients.append((gradient != 0).any(-1)))
+        assert isinstance(logits, VocabParallelLogits)
+        assert (logits.shape, logits.dtype, logits.is_leaf) == (WHOLE.shape, WHOLE.dtype, False)
+        assert torch.equal(logits.argmax(-1), WHOLE.argmax(-1))
+        assert torch.equal(logits.topk(3).values, WHOLE.topk(3).values)
+        assert type(logits.detach()) is Tensor
+        assert logits.detach().equal(WHOLE)
+        assert logits.tolist() == WHOLE.tolist()
+        assert copy.deepcopy(logits.detach()).equal(WHOLE)
+        assert logits.to("cpu", torch.float32).float().detach().equal(WHOLE.float())
+        assert f"part {rank} of 2, size=(2, 6, 8)" in repr(logits)
+        flat(logits, SOME).backward()
+        assert torch.equal(gradients[0], SOME >= 0)
+        with torch.no_grad():
+            assert type(split_logits(part, split)) is Tensor
+            assert split_logits(part, split).equal(WHOLE)
 
 
 @pytest.mark.parametrize(
     ("labels", "error"), [(torch.tensor([3, VOCABULARY]), IndexError), (torch.tensor([-1, 0]), IndexError)]
 )
-def test_a_label_outside_of_the_vocabulary_is_refused(labels: Tensor, error: type[Exception]) -> None:
+@on_ranks(run_ranks, 2)
+def test_a_label_outside_of_the_vocabulary_is_refused(rank: int, labels: Tensor, error: type[Exception]) -> None:
     """Also by the rank that would not have it."""
-
-    def run(rank: int) -> None:
-        with process_group():
-            split = VocabParallelSplit(dist.group.WORLD)
-            logits = split_logits(split.own(WHOLE, 2)[0, :2].clone().requires_grad_(), split)
-            with pytest.raises(error, match="out of range"):
-                F.cross_entropy(logits, labels)
-            with pytest.raises(ValueError, match="batch_size"):
-                F.cross_entropy(logits, labels[:1])
-
-    run_ranks(run, 2)
+    with process_group():
+        split = VocabParallelSplit(dist.group.WORLD)
+        logits = split_logits(split.own(WHOLE, 2)[0, :2].clone().requires_grad_(), split)
+        with pytest.raises(error, match="out of range"):
+            F.cross_entropy(logits, labels)
+        with pytest.raises(ValueError, match="batch_size"):
+            F.cross_entropy(logits, labels[:1])
 
 
 @pytest.mark.parametrize("planted", [torch.inf, torch.nan])

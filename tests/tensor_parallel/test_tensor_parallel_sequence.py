@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
-from gloo import COMPILER, run_group
+from gloo import COMPILER, on_ranks, run_group
 from gloo import run_same_ranks as run_ranks
 from huggingface_models import HuggingFace
 from lightning.pytorch.callbacks import Callback
@@ -243,62 +243,37 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
 
 
 @pytest.mark.full
-def test_sequences_that_ranks_do_not_divide_are_refused_in_training_only() -> None:
-    def run(rank: int) -> None:
-        module = HuggingFace("gpt2")
-        trainer = quiet_trainer(devices=2, strategy=fsdp2(**SEQUENCE), max_steps=1)
-        module.train()
-        with pytest.raises(ValueError, match=r"sequences of 7 tokens, which 2 ranks do not divide.*pad_to_multiple_of"):
-            trainer.fit(module, loader([[torch.zeros(2, 7, dtype=torch.int64)]]))
-        module.eval()
-        with torch.no_grad():
-            assert module.model(torch.zeros(2, 7, dtype=torch.int64)).logits.shape == (2, 7, 32)
-            tokens = module.model.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=4, do_sample=False)
-            assert tokens.shape == (1, 7)
-
-    run_ranks(run, 2)
+@on_ranks(run_ranks, 2)
+def test_sequences_that_ranks_do_not_divide_are_refused_in_training_only(rank: int) -> None:
+    module = HuggingFace("gpt2")
+    trainer = quiet_trainer(devices=2, strategy=fsdp2(**SEQUENCE), max_steps=1)
+    module.train()
+    with pytest.raises(ValueError, match=r"sequences of 7 tokens, which 2 ranks do not divide.*pad_to_multiple_of"):
+        trainer.fit(module, loader([[torch.zeros(2, 7, dtype=torch.int64)]]))
+    module.eval()
+    with torch.no_grad():
+        assert module.model(torch.zeros(2, 7, dtype=torch.int64)).logits.shape == (2, 7, 32)
+        tokens = module.model.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=4, do_sample=False)
+        assert tokens.shape == (1, 7)
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
-def test_a_model_in_evaluation_mode_is_trained_whole_with_a_warning() -> None:
-    def run(rank: int) -> None:
-        module = HuggingFace("gpt2").eval()
-        trainer = quiet_trainer(devices=2, strategy=fsdp2(**SEQUENCE), max_steps=1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer.fit(module, loader([[torch.zeros(2, 7, dtype=torch.int64)]]))
-        said = [str(warning.message) for warning in caught if "evaluation mode, so it is not" in str(warning.message)]
-        assert len(said) == (rank == 0)
-        assert not said or "Call model.train() before the fit" in said[0]
-
-    run_ranks(run, 2)
+@on_ranks(run_ranks, 2)
+def test_a_model_in_evaluation_mode_is_trained_whole_with_a_warning(rank: int) -> None:
+    module = HuggingFace("gpt2").eval()
+    trainer = quiet_trainer(devices=2, strategy=fsdp2(**SEQUENCE), max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader([[torch.zeros(2, 7, dtype=torch.int64)]]))
+    said = [str(warning.message) for warning in caught if "evaluation mode, so it is not" in str(warning.message)]
+    assert len(said) == (rank == 0)
+    assert not said or "Call model.train() before the fit" in said[0]
 
 
 BLOCKS = {"*.blocks": "sequence"}
 WHOLE = {"*.attention": "whole_sequence", "*.mlp": "whole_sequence"}
 CUT = {"*.query_key_value": "column_qkv", "*.output": "row", "*.up": "column", "*.down": "row"}
-
-
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
-        (
-            {**BLOCKS, **CUT, **WHOLE},
-            r"attention_norm \(LayerNorm\) is in blocks .* Give a norm the style 'sequence'",
-        ),
-        ({"*.attention_norm": "sequence", **CUT}, "attention_norm is 'sequence', and no list of blocks around it is"),
-        (
-            {**BLOCKS, "*blocks*_norm": "sequence", **CUT},
-            "query_key_value is 'column_qkv' in .* 'whole_sequence': it gath",
-        ),
-        ({**WHOLE, **CUT}, "attention is 'whole_sequence' and is in no blocks that are 'sequence'"),
-    ],
-)
-def test_plans_under_which_gradients_would_be_those_of_parts_are_refused(plan: Any, message: str) -> None:
-    gpt = model()
-    with pytest.raises(ValueError, match=message):
-        check_sequence_styles(gpt, resolve_plan(gpt, plan))
 
 
 def test_the_automatic_plan_can_be_written_out() -> None:
@@ -363,24 +338,9 @@ def test_what_is_gathered_is_the_first_tensor_also_after_other_arguments() -> No
     assert run_group(shape, 2) == [(1, 4, 3)] * 2
 
 
-@pytest.mark.parametrize(
-    ("blocks", "styles", "says"),
-    [
-        ([], {}, "blocks is 'sequence' and is empty"),
-        ([nn.Linear(2, 2)], {"blocks.0": "row_split"}, "'row_split' in blocks .* would get a part of the tokens"),
-    ],
-)
-def test_blocks_that_cannot_be_split_along_the_sequence_are_refused(blocks: Any, styles: Any, says: str) -> None:
-    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
-    with pytest.raises(ValueError, match=says):
-        check_sequence_styles(model, {"blocks": "sequence"} | styles)
-
-
-def test_activations_without_samples_are_refused() -> None:
-    def refused(rank: int) -> None:
-        blocks = nn.ModuleList([nn.Linear(4, 4)])
-        split_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
-        with pytest.raises(ValueError, match=r"must get activations \[batch, tokens, width\] .* shape \(2, 4\)"):
-            blocks[0](torch.ones(2, 4))
-
-    run_group(refused, 2)
+@on_ranks(run_group, 2)
+def test_activations_without_samples_are_refused(rank: int) -> None:
+    blocks = nn.ModuleList([nn.Linear(4, 4)])
+    split_sequence_of_blocks(blocks, init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"must get activations \[batch, tokens, width\] .* shape \(2, 4\)"):
+        blocks[0](torch.ones(2, 4))

@@ -106,7 +106,7 @@ def decoder_memory(
         sequences: sequences in a micro-batch of one data rank.
         context_tokens: length of a sequence.
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`, or a plugin.
-        optimizer_states: states per parameter: 2 for Adam, 1 for momentum.
+        optimizer_states: states per parameter: 2 for Adam, 1 for momentum or for Adam with bf16 moments.
         micro_batches: micro-batches of one data rank per step. A pipeline holds as many at once as it has stages
             (1F1B), or fewer if there are fewer.
         sequence_parallel: with tensor parallelism, split norms along the sequence.

@@ -12,12 +12,13 @@ optimizer step. Counted are operations per rank and optimizer step::
     PP          M sends forward and M backward per boundary of stages           Narayanan et al. 2021, arXiv:2104.04473
 
 Weights are gathered as :class:`~lightning_mp.strategies.FSDP2Strategy` does: in "mixed" precisions those of products in
-16 bit, the others in fp32; gradients are reduced in fp32. Lightning's ``FSDPStrategy`` gathers all of them in 16 bit,
-as is counted here for "bf16-true". Tensor parallelism is that of the plan "auto": outputs of matrix products are
-reduced in 16 bit, gradients of what norms and the token table give in fp32 (``tensor_reduce_dtype="fp32"``).
-Megatron-LM keeps the residual stream in 16 bit and reduces both in it (``"16bit"``), two thirds of the bytes. Not
-counted are a few bytes per step: the precision plugin's all-reduce of the norm, what the window of accumulation agrees
-on, and under FSDP the comparison of the units that ranks have run.
+16 bit, the others in fp32; with masters ("bf16-true", "16-true") all but norms in 16 bit. Gradients are reduced in
+fp32; of masters under DDP in the format of the weights that are computed with. Lightning's ``FSDPStrategy`` gathers all
+of them in 16 bit, as is counted here for "lightning:bf16-true". Tensor parallelism is that of the plan "auto": outputs
+of matrix products are reduced in 16 bit, gradients of what norms and the token table give in fp32
+(``tensor_reduce_dtype="fp32"``). Megatron-LM keeps the residual stream in 16 bit and reduces both in it (``"16bit"``),
+two thirds of the bytes. Not counted are a few bytes per step: the precision plugin's all-reduce of the norm, what the
+window of accumulation agrees on, and under FSDP the comparison of the units that ranks have run.
 
 Convention of every figure: bytes that one GPU sends (it receives as many), by the algorithms that send least. With S
 the bytes of the whole tensor and n ranks::
@@ -42,7 +43,7 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.precisions import find_precision
+from lightning_mp.core.precisions import PrecisionSpec, find_precision
 from lightning_mp.planning.parallelism.decoder_size import DecoderSize
 from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 
@@ -153,10 +154,11 @@ def communication_per_step(
     syncs = 1 if gradient_sync == "window" else micro_batches
     if layout.shards > 1:
         gathers = micro_batches * (2 if reshard_after_forward else 1)
-        found += _sharded(size, layout, low, wide, gathers=gathers, micro_batches=micro_batches, syncs=syncs)
+        units = _units(size, layout.tensor, row)
+        found += _sharded(layout, units, gathers=gathers, micro_batches=micro_batches, syncs=syncs)
     elif layout.copies > 1:
         gradient_bytes = 2 if reduced_gradients else wide
-        found.append(_among_copies(size, layout, gradient_bytes))
+        found += _among_copies(size, layout, gradient_bytes, has_masters=row.master_bytes > 0)
     if layout.tensor > 1:
         stream = low if tensor_reduce_dtype == "16bit" else wide
         tokens = tokens_per_micro_batch
@@ -169,10 +171,22 @@ def communication_per_step(
     return [transfer for transfer in found if transfer.payload_bytes and transfer.count]
 
 
-def _units(size: DecoderSize, split: int, low: int, wide: int) -> list[tuple[str, int, int, int, bool]]:
+_Unit = tuple[str, int, int, int, bool]
+
+
+def _units(size: DecoderSize, split: int, row: PrecisionSpec) -> list[_Unit]:
     """What is gathered at once: its name, weights, bytes of each, number of such units, and whether they are nested."""
+    low, wide = row.activation_bytes, row.weight_bytes
     block, head = size.block_matmul_weights // split, size.head_weights // split
     outside = size.table_weights // split + size.other_weights
+    if row.master_bytes:
+        last = _last_norm_weights(size)
+        return [
+            ("matrix products of blocks", block, low, size.layers, True),
+            ("norms of blocks", size.block_norm_weights, 4, size.layers, True),
+            ("the last norm", last, 4, 1, True),
+            ("outside of blocks", outside - last + head, low, 1, False),
+        ]
     if low == wide:
         block, outside = block + size.block_norm_weights, outside + head
         return [("blocks", block, low, size.layers, True), ("outside of blocks", outside, wide, 1, False)]
@@ -184,12 +198,17 @@ def _units(size: DecoderSize, split: int, low: int, wide: int) -> list[tuple[str
     ]
 
 
+def _last_norm_weights(size: DecoderSize) -> int:
+    """A block has two norms like the last one."""
+    return min(size.other_weights, size.block_norm_weights // 2)
+
+
 def _sharded(
-    size: DecoderSize, layout: ParallelLayout, low: int, wide: int, *, gathers: int, micro_batches: int, syncs: int
+    layout: ParallelLayout, units: list[_Unit], *, gathers: int, micro_batches: int, syncs: int
 ) -> list[Transfer]:
     split, shards, copies = layout.tensor, layout.shards, layout.copies
     found = []
-    for name, n, itemsize, k, inner in _units(size, split, low, wide):
+    for name, n, itemsize, k, inner in units:
         times = k * (gathers if inner else micro_batches)
         found.append(Transfer(f"weights: {name}", "all_gather", n * itemsize, shards, times, split))
         found.append(Transfer(f"gradients: {name}", "reduce_scatter", 4 * n, shards, k * syncs, split))
@@ -198,13 +217,22 @@ def _sharded(
     return sorted((t for t in found if t.ranks > 1), key=lambda t: ("weights" not in t.what, "copies" in t.what))
 
 
-def _among_copies(size: DecoderSize, layout: ParallelLayout, gradient_bytes: int) -> Transfer:
-    blocks = size.layers // layout.stages * (size.block_matmul_weights // layout.tensor + size.block_norm_weights)
+def _among_copies(
+    size: DecoderSize, layout: ParallelLayout, gradient_bytes: int, *, has_masters: bool
+) -> list[Transfer]:
+    norms = size.layers // layout.stages * size.block_norm_weights
+    blocks = size.layers // layout.stages * (size.block_matmul_weights // layout.tensor) + norms
     # Of a pipeline the first stage, which has the table; a tied head is a copy of it on the last one.
     first = size.table_weights // layout.tensor + size.other_weights
     outside = first + (size.head_weights // layout.tensor if layout.stages == 1 else 0)
-    payload = gradient_bytes * (blocks + outside)
-    return Transfer("gradients", "all_reduce", payload, layout.copies, stride=layout.tensor)
+    in_float32 = norms + (_last_norm_weights(size) if layout.stages == 1 else 0) if has_masters else 0
+    return [
+        Transfer(name, "all_reduce", payload, layout.copies, stride=layout.tensor)
+        for name, payload in (
+            ("gradients", gradient_bytes * (blocks + outside - in_float32)),
+            ("gradients of norms in fp32", 4 * in_float32),
+        )
+    ]
 
 
 def _activations(

@@ -90,7 +90,7 @@ class CompressedParameters:
             for optimizer in optimizers:
                 self.take([p for group in optimizer.param_groups for p in group["params"]])
         for memory in self._memories:
-            memory.compress([loan for loan in memory.loans if loan.was_split], self._step_now())
+            memory.compress([loan for loan in memory.loans if loan.was_split], self._step_now)
 
     def take(self, parameters: Iterable[Tensor]) -> None:
         """Makes room for the parameters of an optimizer, once training has begun: loading makes steps, too."""
@@ -113,7 +113,7 @@ class CompressedParameters:
     def compress(self, parameters: Iterable[Tensor]) -> None:
         """Splits those that are joined, and frees their memory."""
         for memory, loans in self._by_memory(parameters):
-            memory.compress(loans, self._step_now())
+            memory.compress(loans, self._step_now)
 
     def begin_window(self, window: int) -> None:
         """Copies of parameters that are joined from now on are right in it."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_mp.core import private_optimizer_api
 from lightning_mp.gradients.step_blocks import step_blocks
 from lightning_mp.optimizer_step.bypassed_steps import with_wrapped
+from lightning_mp.optimizers.adam_moments import Bf16Moments
 from lightning_mp.precision.masters.fp32_gradients import Fp32Gradients
 
 
@@ -49,7 +50,8 @@ class Fp32Steps:
             return  # the step of a parent class, inside of this one
         is_evaluated = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
         # Other hooks around the step have to find all parameters in it; those before it may have seen copies.
-        is_alone = not private_optimizer_api.has_other_step_hooks(*self._around) and len(with_wrapped(optimizer)) == 1
+        has_other_hooks = private_optimizer_api.has_other_step_hooks(*self._around, besides=Bf16Moments)
+        is_alone = not has_other_hooks and len(with_wrapped(optimizer)) == 1
         blocks = self._blocks() if is_alone and not is_evaluated and not self.gradients.are_shown else []
         groups = optimizer.param_groups
         if not blocks:

@@ -434,7 +434,8 @@ class _LendingCall(private_module_api.InterceptedCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weights = self._weights
-        if not weights.is_open:
+        # A compiled function that torch.compile is tracing: what lends may not become a part of its graph.
+        if not weights.is_open or torch.compiler.is_compiling():
             return self.call(*args, **kwargs)
         if torch.is_autocast_enabled(weights.device_type):
             if weights.is_open == "lent":
@@ -447,11 +448,13 @@ class _LendingCall(private_module_api.InterceptedCall):
 
 
 def _called_from_outside(module: nn.Module) -> Iterable[nn.Module]:
-    """Modules with weights that steps may call; what is inside of a compiled one is called by compiled code."""
+    """Modules with weights that steps may call; compiled code calls none of those inside of it."""
     if private_dispatch_api.has_compiled_steps(module):
         return
-    # A LightningModule's own weights are used in its steps, too, and these are no calls of a module.
-    if not isinstance(module, LightningModule) and any(True for _ in module.parameters()):
+    # A LightningModule's own weights are used in its steps, too, and these are no calls of a module. Its forward is
+    # one where compiled code is called in its place, which calls no module inside of it.
+    is_called = not isinstance(module, LightningModule) or private_dispatch_api.is_compiled_module(module)
+    if is_called and any(True for _ in module.parameters()):
         yield module
-    for child in () if private_dispatch_api.is_compiled_module(module) else dict.fromkeys(module.children()):
+    for child in dict.fromkeys(module.children()):
         yield from _called_from_outside(child)

@@ -17,7 +17,7 @@ One kind of access escapes: what torch does in C++ without ``__torch_function__`
 it writes. Known are transforms of torch.func that take a bare parameter as their argument.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -245,14 +245,16 @@ class SplitMemory:
         self.loans.remove(loan)
         loan.memory = None
 
-    def compress(self, loans: Iterable[SplitLoan], step: int) -> None:
+    def compress(self, loans: Iterable[SplitLoan], step_now: Callable[[], int]) -> None:
         """Splits the joined parameters among these, and frees their memory unless something else holds it as well.
 
-        ``step`` is how many optimizer steps were taken: rounding to 24 bits depends on it.
+        ``step_now`` tells how many optimizer steps were taken, which rounding to 24 bits depends on. It may wait for
+        the device, and is not called if there is nothing to split.
         """
         wanted = {id(loan): loan for loan in loans if loan.is_seen and type(loan.parameter) in _SPLIT}
         if not wanted:
             return
+        step = step_now()
         with private_module_api.unnoticed():
             free = self._split_runs(wanted, step)
             for loan in wanted.values():  # not split before, or given other memory since
