@@ -102,17 +102,19 @@ class MicroBatchWeighing:
         if declared is not None and isinstance(reading, Items) and reading.summed is not None:
             divisor = reading.means[0].total if reading.means else None
             reading = Items((Mean("targets of a sum", reading.summed),))
+        elif state.micro_batch.part is not None and state.micro_batch.part.losses_add_up:
+            reading = Unknown("the losses of the parts of a batch add up to that of the whole")
         if self._losses.first is None:
             meets = self.may_meet or world_size() == 1
             if meets:
                 state = self._meet(state, reading)
-            counts_nothing = isinstance(reading, Items) and not reading.means
-            # A later part of the micro-batch in which ranks have met, none of which counted anything.
-            is_too_late = not meets and self._losses.first is None and not counts_nothing
-            if self.is_equal or is_too_late:
+            if self.is_equal:
                 return windows.weigh_equally(state)
-            if self._losses.first is None:
+            if self._losses.first is None and (meets or reading == Items()):
                 return windows.weigh_nothing(state)
+            if self._losses.first is None:
+                self._why = self._why or "no rank counted anything in its first part of a batch"
+                return windows.weigh_equally(state, is_known=False)
         items, is_known, why = self._losses.of(reading)
         if is_known is not True:
             self._why = self._why or why

@@ -304,13 +304,13 @@ def weigh_nothing(state: AccumulationState) -> AccumulationState:
     return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor))
 
 
-def weigh_equally(state: AccumulationState) -> AccumulationState:
+def weigh_equally(state: AccumulationState, *, is_known: bool = True) -> AccumulationState:
     """The current micro-batch weighs as much as every other one, and its loss is left to Lightning."""
     assert state.micro_batch is not None
     part = state.micro_batch.part or WHOLE
     measure = replace(state.micro_batch.measure, items=part.share, divisor=None)
     factor = 1.0 if part.losses_add_up else part.share
-    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor))
+    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor, is_known=is_known))
 
 
 def expected_items(state: AccumulationState, num_ranks: int) -> float:

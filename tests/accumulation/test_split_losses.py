@@ -9,9 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from gloo import run_same_ranks
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted_oom import out_of_memory
 from small_models import fit
@@ -20,6 +22,7 @@ from torch.nn import functional as F
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, MicroBatchOnOOM
 from lightning_mp.accumulation import loss_probe
+from lightning_mp.accumulation.controller import AccumulationController
 
 Loss = Callable[[Tensor, Any], Tensor]
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 8.0], dtype=torch.float64)
@@ -162,6 +165,31 @@ def test_means_and_sums_have_the_gradient_and_the_logs_of_the_whole(limit: int, 
         assert farthest(split, whole) < 1e-9, name
         for key, value in whole_trainer.callback_metrics.items():
             assert float(split_trainer.callback_metrics[key]) == pytest.approx(float(value), rel=1e-5), (name, key)
+
+
+@pytest.mark.filterwarnings("ignore:Gradient accumulation. micro-batches have equal weights")
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")
+@pytest.mark.parametrize("seed", [8, pytest.param(11, marks=pytest.mark.full)])
+def test_parts_of_other_sizes_on_another_rank(seed: int) -> None:
+    """Where no rank's first part has items, ranks settle on equal weights, as a line says."""
+
+    def on_rank(rank: int) -> dict[str, tuple[float, bool]]:
+        found = {}
+        for name, loss in EXACT.items():
+            models = [Model(loss, FITS), Model(loss, (1, 3)[rank])]
+            for model in models:
+                arguments = {"plugin": AutocastPrecision("bf16-mixed"), "accumulate_grad_batches": 2, "devices": 2}
+                strategy = DDPStrategy(process_group_backend="gloo")
+                trainer = fit(model, batches(seed=seed + 100 * rank), MicroBatchOnOOM(), strategy=strategy, **arguments)
+            controller = AccumulationController.of(trainer)
+            assert controller is not None
+            found[name] = farthest(models[1], models[0]), controller.losses.is_equal
+        return found
+
+    for of_rank in zip(*(found.items() for found in run_same_ranks(on_rank, 2)), strict=True):
+        (name, (off, is_equal)), (_, (_, is_equal_there)) = of_rank
+        assert is_equal == is_equal_there, name
+        assert off < 1e-6 or (is_equal and name in ("sum over hard examples", "zero without a sample")), name
 
 
 @pytest.mark.parametrize(("limit", "window"), [(4, 1), (4, 3), (1, 1)])
