@@ -173,10 +173,7 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 
 
 def has_other_step_hooks(before: RemovableHandle, after: RemovableHandle, *, besides: type) -> bool:
-    """Whether more is called around an optimizer's steps than these hooks, and one before any optimizer's.
-
-    Hooks that are objects of the class ``besides`` do not count.
-    """
+    """Whether more is called around a step than these hooks, instances of ``besides``, and one before every step."""
     own = before.hooks_dict_ref(), after.hooks_dict_ref()
     return (
         any(hooks is None or sum(not isinstance(hook, besides) for hook in hooks.values()) > 1 for hooks in own)

@@ -225,11 +225,9 @@ class StepOutcomeDispatcher:
         if self._idle_steps == IDLE_STEPS:
             rank_zero_warn(
                 f"The last {IDLE_STEPS} steps of {type(pending.optimizer).__name__} had no gradient, or zeros, at loss"
-                f" scale {outcome.loss_scale:g}. Either code clears or replaces non-finite gradients: leave it out, as"
-                " such steps are skipped until the scale has fallen far enough. Or all gradients underflow in 16 bit:"
-                " raise the scale with LossScaler(init_scale=...), or train in 'bf16-mixed'. To tell them apart, begin"
-                " with a much lower scale: there overflows end and gradients are no longer zero; where they underflow,"
-                " they stay zero.",
+                f" scale {outcome.loss_scale:g}. Remove code that clears or replaces non-finite gradients; if gradients"
+                " underflow (zeros at a much lower scale, too), raise LossScaler(init_scale=...) or train in"
+                " 'bf16-mixed'.",
                 category=RuntimeWarning,
             )
 

@@ -120,11 +120,17 @@ class Bf16Moments:
         self._taken: list[tuple[Tensor, dict[str, Tensor]]] = []
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a step: makes the state of each parameter that has a gradient for the first time."""
+        """Before a step: makes the state of each parameter that has a gradient for the first time.
+
+        A closure, which stock Lightning passes, makes gradients after this, for any parameter that can have one.
+        """
+        is_evaluated = (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
         state: MutableMapping[Tensor, dict[str, Any]] = optimizer.state
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if not state.get(parameter) and parameter.grad is not None:
+                if not state.get(parameter) and (
+                    parameter.grad is not None or (is_evaluated and parameter.requires_grad)
+                ):
                     _check_parameter(optimizer, parameter)
                     _check_group(optimizer, group)  # it may have been added since
                     state[parameter] = {

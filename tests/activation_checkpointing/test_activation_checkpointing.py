@@ -14,7 +14,7 @@ from checkpointed_models import DropBlock, LateStack, Stack, assert_same, fit, t
 from huggingface_models import LanguageModel, project
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import WIDTH, loader, quiet_trainer, regression_batches, weights
+from small_models import WIDTH, Trained, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -320,22 +320,13 @@ def test_attention_runs_again_by_the_kernel_that_was_allowed() -> None:
             mixed: Tensor = nn.functional.scaled_dot_product_attention(*[self.mix(x).unflatten(-1, (2, 4))] * 3)
             return mixed.flatten(-2)
 
-    class Asking(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.block = Attending()
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            with sdpa_kernel(SDPBackend.MATH):
-                return self.block(batch).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+    def loss(module: Any, batch: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return module.block(batch).square().mean()
 
     ends, data = [], loader(list(torch.randn(3, 2, 6, 8)))
     for callbacks in ([], [ActivationCheckpointing(Attending)]):
-        module = Asking()
+        module = Trained(loss, block=Attending)
         quiet_trainer(callbacks=callbacks, plugins=[AutocastPrecision("bf16-mixed")]).fit(module, data)
         ends.append(weights(module))
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

@@ -102,6 +102,20 @@ def test_trains_clips_skips_and_resumes_in_each_precision(precision: str, steps:
 
 
 @needs_kernel
+def test_stock_lightning_evaluates_the_loss_inside_of_the_step(steps: list[int]) -> None:
+    """Before it there are no gradients by which to tell which parameters are trained."""
+    found = []
+    for row in (BF16, ROUNDED):
+        module = Net(row, None)
+        trainer = quiet_trainer()
+        trainer.fit(module, loader(batches()))
+        found.append((module.weights(), dtypes(trainer.optimizers[0])))
+    (ours, moments), (reference, _) = found
+    assert moments == {torch.bfloat16}
+    assert all(map(torch.equal, ours, reference))
+
+
+@needs_kernel
 @pytest.mark.parametrize("precision", ["fp16 autocast", "remainder masters"])
 def test_a_checkpoint_may_have_moments_of_the_other_dtype(precision: str, steps: list[int], tmp_path: Path) -> None:
     """fp32 moments are rounded; bf16 ones are fp32 numbers."""
@@ -246,6 +260,9 @@ def test_older_releases_of_torch_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class OnCpu(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        raise AssertionError("refused too late")
+
     def configure_optimizers(self) -> Any:
         return JointOptimizer([bf16_moments(AdamW(self.parameters(), **SETTINGS))])
 
@@ -255,7 +272,6 @@ def test_a_device_without_the_kernel_is_refused_at_set_up_or_in_the_first_step()
     trainer = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], max_steps=1)
     with pytest.raises(MisconfigurationException, match="AdamW with bf16_moments has parameters on cpu, .* CUDA only"):
         trainer.fit(OnCpu(), loader(regression_batches(1)))
-    assert trainer.global_step == 0
     optimizer = bf16_moments(AdamW(weights(), **SETTINGS))
     optimizer.step()  # nothing to step
     optimizer.param_groups[0]["params"][0].grad = torch.ones(2)

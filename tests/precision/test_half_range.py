@@ -1,6 +1,7 @@
 """Weights at the end of fp16's range: refused at set-up, held there in training, and named."""
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from master_loops import masters_of
-from small_models import loader, quiet_trainer, shard
+from small_models import Trained, loader, quiet_trainer, shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -91,25 +92,23 @@ def test_weights_beyond_the_range_are_refused_at_set_up(dtype: torch.dtype) -> N
     module = Drifting(0, start=1e5).to(dtype)
     with pytest.raises(MisconfigurationException, match=r"net.drifts has weights above 65,504.*Use 'bf16-true'"):
         fit(module, 1)
-    assert float(module.net.drifts.detach().abs().max()) == 1e5 if dtype == torch.float32 else 99840.0
+    assert float(module.net.drifts.detach().abs().max()) == (1e5 if dtype == torch.float32 else 99840.0)
 
 
 def test_a_policy_may_keep_them_in_fp32() -> None:
-    class Large(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-            with torch.no_grad():
-                self.first.bias.fill_(1e5)
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.second(self.first(batch) * 1e-5).float().sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-3)
+    def large() -> nn.Linear:
+        layer = nn.Linear(4, 4)
+        with torch.no_grad():
+            layer.bias.fill_(1e5)
+        return layer
 
     plugin = MasterWeightsPrecision("16-true", policy={"first": "fp32"}, scaler=LossScaler(init_scale=1.0))
-    module = Large()
+    module = Trained(
+        lambda m, batch: m.second(m.first(batch) * 1e-5).float().sum(),
+        partial(torch.optim.SGD, lr=1e-3),
+        first=large,
+        second=lambda: nn.Linear(4, 4),
+    )
     quiet_trainer(plugins=[plugin]).fit(module, loader([torch.ones(2, 4)]))
     assert module.first.bias[0].item() == pytest.approx(1e5)
 

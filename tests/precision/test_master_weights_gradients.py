@@ -1,6 +1,7 @@
 """True gradients under MasterWeightsPrecision: below fp16's range, in hooks, clipped by hand, accumulated in fp32."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -8,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from master_loops import DTYPES, LoopByHand, clipping, master_weights, masters_of, scale_of
-from small_models import Regression, fit, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, Trained, fit, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import LossScaler
@@ -208,17 +209,14 @@ def test_a_module_that_calls_the_closure_itself_trains() -> None:
 def test_fp32_gradients_accumulate_what_16_bit_loses(precision: str) -> None:
     """Sixteen micro-batches with one large gradient in front: in bf16 the small ones that follow vanish."""
 
-    class Sums(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(1, 1, bias=False)
-            nn.init.zeros_(self.layer.weight)
+    def zero() -> nn.Linear:
+        layer = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        return layer
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return self.layer(batch).float().sum()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1.0)
+    def sums() -> Trained:
+        optimizer = partial(torch.optim.SGD, lr=1.0)
+        return Trained(lambda module, batch: module.layer(batch).float().sum(), optimizer, layer=zero)
 
     small = 2.0**-10 if precision == "bf16-true" else 2.0**-12
     batches = [torch.ones(1), *[torch.full((1,), small)] * 15]
@@ -227,7 +225,7 @@ def test_fp32_gradients_accumulate_what_16_bit_loses(precision: str) -> None:
         trainer = quiet_trainer(
             plugins=[master_weights(precision, fp32_gradients=fp32_gradients)], accumulate_grad_batches=16
         )
-        module = Sums()
+        module = sums()
         trainer.fit(module, loader(batches))
         ends[fp32_gradients] = masters_of(trainer)[0].item() * -16
     assert ends[True] == 1 + 15 * small

@@ -118,27 +118,21 @@ COMPUTED: dict[str, Callable[[nn.Linear], nn.Module]] = {
 }
 
 
-class Computed(pl.LightningModule):
-    def __init__(self, compute: Callable[[nn.Linear], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = compute(nn.Linear(16, 16))
-        self.register_buffer("table", torch.ones(16))
-        self.second = nn.Linear(16, 16)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = self.first(batch[0]) + self.table.to(batch[0].dtype)
-        return self.second(x).float().square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-2)
+def computed_weights(compute: Callable[[nn.Linear], nn.Module]) -> Trained:
+    return Trained(
+        lambda m, batch: m.second(m.first(batch[0]) + m.table.to(batch[0].dtype)).float().square().mean(),
+        partial(torch.optim.SGD, lr=1e-2),
+        first=lambda: compute(nn.Linear(16, 16)),
+        table=lambda: nn.Buffer(torch.ones(16)),
+        second=lambda: nn.Linear(16, 16),
+    )
 
 
 @pytest.mark.parametrize("compute", COMPUTED)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_weights_that_are_computed_from_others_train(plugin: str, compute: str) -> None:
     """Close to fp32, as under Lightning's bf16-true; other buffers stay fp32."""
-    exact, module = Computed(COMPUTED[compute]), Computed(COMPUTED[compute])
+    exact, module = computed_weights(COMPUTED[compute]), computed_weights(COMPUTED[compute])
     fit(None, exact)
     trainer = fit(PLUGINS[plugin](), module)
     assert trainer.global_step == 4
@@ -149,6 +143,6 @@ def test_weights_that_are_computed_from_others_train(plugin: str, compute: str) 
 
 def test_pruned_layers_are_left_out_of_fp8_with_the_reason() -> None:
     plugin = PLUGINS["fp8"]()
-    fit(plugin, Computed(COMPUTED["pruned"]))
+    fit(plugin, computed_weights(COMPUTED["pruned"]))
     reasons = {layer.name: layer.skipped_because for layer in plugin.layers}
     assert reasons == {"first": "its weight is computed from other parameters (pruning, spectral_norm)", "second": None}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from preflight_projects import PROJECTS, Net
-from small_models import WIDTH, loader, quiet_trainer, regression_batches
+from small_models import WIDTH, Trained, loader, quiet_trainer, regression_batches
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
@@ -72,23 +72,14 @@ def test_the_fit_sees_the_batches_that_it_would_have_seen(order: str, batched: b
         torch.manual_seed(0)
         loader = made()
         if is_checked:
-            preflight(quiet_trainer(), Scale(), loader)
+            preflight(quiet_trainer(), scale(), loader)
         seen.append([batch.flatten().tolist() for _ in range(2) for batch in loader])
     assert seen[0] == seen[1]
 
 
-class Scale(pl.LightningModule):
+def scale() -> Trained:
     """The smallest model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(1))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.scale * batch).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    return Trained(lambda module, batch: (module.scale * batch).mean(), scale=lambda: torch.nn.Parameter(torch.ones(1)))
 
 
 class Augmented(Dataset[Any]):

@@ -15,12 +15,16 @@ _STEP = "the step that is measured"
 
 
 class MarkStep(pl.Callback):
-    """Marks the beginning of one optimizer step, counted from 0, in the trace."""
+    """Marks the beginning of one optimizer step, counted from 0, in the trace.
+
+    Ranks begin micro-batches together: on a CPU one that is ahead also holds what it is to reduce of the last one.
+    """
 
     def __init__(self, step: int, window: int = 1) -> None:
         self.first_batch = step * window
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.strategy.barrier()
         if batch_idx == self.first_batch:
             mark_step()
 
@@ -49,8 +53,8 @@ def _peak(events: Iterable[tuple[float, int, int]], begin: float) -> int:
     now = most = 0
     for time, size, address in events:
         if size > 0:
+            now += size - live.get(address, 0)  # the profiler loses events: this block was freed
             live[address] = size
-            now += size
         elif address in live:  # what was there before the trace does not count
             now -= live.pop(address)
         if time >= begin:

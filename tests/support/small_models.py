@@ -1,4 +1,9 @@
-"""Small modules, data and Trainers that many tests share."""
+"""One :func:`fit` and the modules, data and Trainers that many tests share.
+
+Modules: :class:`Regression` (may overflow, notes its learning rates), :class:`TokenModel` (labels that are left out),
+:class:`ShardedTokenModel` (FSDP2), :class:`StepsByHand` (manual optimization, mixed in), and :class:`Trained` (any
+parts with any loss).
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
