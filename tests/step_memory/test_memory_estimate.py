@@ -173,9 +173,8 @@ REAL = [
     ("decoder", "bf16-mixed", "fused AdamW", "single", 4),
     ("u-net", "bf16-mixed", "foreach AdamW", "single", 1),
     ("decoder", "bf16-true+remainder", "schedule-free", "single", 1),
-    ("gru", "bf16-true", "8-bit", "single", 1),
     ("batch norm", "fp32_gradients", "fused AdamW", "single", 4),
-    ("encoder-decoder", "bf16-true+24bit", "8-bit", "single", 4),
+    ("encoder-decoder", "bf16-true+24bit", "schedule-free", "single", 4),
     ("encoder-decoder", "32-true", "schedule-free", "single", 4),
     ("frozen", "16-mixed", "Muon", "single", 1),
     ("adapters", "fp8-mixed", "Adagrad", "single", 4),
@@ -248,6 +247,13 @@ def test_states_are_those_of_the_optimizer_whoever_makes_them(optimizer):
     made.step()
     states = [tensor for state in made.state.values() for tensor in tensors_in(dict(state))]
     assert estimate.end_of_forward.bytes_by_part["optimizer states"] == sum(tensor.nbytes for tensor in states)
+
+
+def test_an_8_bit_step_compiled_for_a_cpu_widens_both_moments_of_one_parameter():
+    """Against a real run: the cells with "8-bit" of tests/benchmarks/bench_memory.py."""
+    estimate = estimate_memory(net(), ROWS, optimizer=OPTIMIZERS["8-bit"], device_type="cpu")
+    assert estimate.samples[-1].phase == "optimizer step"
+    assert estimate.samples[-1].bytes_by_part["temporaries"] == 2 * 4 * 64 * 64
 
 
 def test_under_fsdp2_weights_that_are_gathered_in_fp32_are_cast_at_each_use():
