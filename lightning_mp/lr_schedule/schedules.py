@@ -163,7 +163,7 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class Course:
-    """Which part of a schedule a run has behind it after n tokens."""
+    """Maps the number of trained tokens to the fraction of the schedule."""
 
     from_tokens: int
     end_tokens: int
@@ -177,7 +177,7 @@ class Course:
         return self.from_fraction + (1.0 - self.from_fraction) * way
 
     def shortened(self, tokens: int, by_tokens: int) -> "Course":
-        """The course from here on, where the run ends that many tokens earlier than it was to."""
+        """The course after ``tokens``, for a run that ends ``by_tokens`` earlier than planned."""
         return Course(tokens, self.end_tokens - by_tokens, self.fraction(tokens))
 
 

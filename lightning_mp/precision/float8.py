@@ -16,6 +16,7 @@ from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.float8_layers import (
+    DIMENSION_MULTIPLE,
     Float8Layer,
     Float8Skip,
     check_skip,
@@ -35,11 +36,6 @@ from lightning_mp.precision.full_weights import FullWeightsPrecision
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
-from typing import TYPE_CHECKING
-
-from lightning_mp.policy.float8_layers import DIMENSION_MULTIPLE
-
-if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 _OTHERWISE = "Use AutocastPrecision('bf16-mixed'), or emulate=True to try out the numerics of fp8, slowly."
