@@ -1,5 +1,6 @@
 """A part of a batch and its halves, run forward to compare their losses; nothing of it stays."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -51,11 +52,13 @@ def loss_form(whole: float, halves: Sequence[PartLoss], tolerance: float) -> Los
         True
     """
     counting = [half for half in halves if half.items > 0]
-    if not counting:
-        return None
+    if not counting:  # then the whole counts nothing either, and is the same number, or none
+        is_same = all(abs(half.loss - whole) <= tolerance * abs(whole) for half in halves)
+        return None if is_same or not math.isfinite(whole) else "neither"
     mean, total = mean_and_sum(counting)
-    size = max(abs(whole), sum(abs(half.loss) for half in counting))
-    is_mean, is_sum = abs(mean - whole) <= tolerance * size, abs(total - whole) <= tolerance * size
+    mean_size, size = mean_and_sum([PartLoss(half.items, abs(half.loss)) for half in counting])
+    is_mean = abs(mean - whole) <= tolerance * max(abs(whole), mean_size)
+    is_sum = abs(total - whole) <= tolerance * max(abs(whole), size)
     if is_mean:
         # A half that counts nothing is no test of a mean.
         return None if is_sum or len(counting) < len(halves) else "mean"

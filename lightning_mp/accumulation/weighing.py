@@ -15,7 +15,7 @@ from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import AccumulationState, is_single_micro_batch_step
 from lightning_mp.core import private_tensor_api
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.ranks import all_gathered
+from lightning_mp.core.ranks import all_gathered, world_size
 from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN
 from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown, read_items
@@ -102,13 +102,19 @@ class MicroBatchWeighing:
         if declared is not None and isinstance(reading, Items) and reading.summed is not None:
             divisor = reading.means[0].total if reading.means else None
             reading = Items((Mean("targets of a sum", reading.summed),))
+        elif state.micro_batch.part is not None and state.micro_batch.part.losses_add_up:
+            reading = Unknown("the losses of the parts of a batch add up to that of the whole")
         if self._losses.first is None:
-            if self.may_meet:
+            meets = self.may_meet or world_size() == 1
+            if meets:
                 state = self._meet(state, reading)
             if self.is_equal:
                 return windows.weigh_equally(state)
-            if self._losses.first is None:  # no rank counts anything
+            if self._losses.first is None and (meets or reading == Items()):
                 return windows.weigh_nothing(state)
+            if self._losses.first is None:
+                self._why = self._why or "no rank counted anything in its first part of a batch"
+                return windows.weigh_equally(state, is_known=False)
         items, is_known, why = self._losses.of(reading)
         if is_known is not True:
             self._why = self._why or why

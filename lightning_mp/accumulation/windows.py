@@ -297,19 +297,20 @@ def weigh_micro_batch(
 
 
 def weigh_nothing(state: AccumulationState) -> AccumulationState:
-    """The current micro-batch has no items, and its gradient is 0."""
+    """The current micro-batch has no items, and its gradient is 0; so is the weight of a part in what is logged."""
     assert state.micro_batch is not None
     measure = replace(state.micro_batch.measure, items=0.0, divisor=None)
-    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=1.0))
+    factor = 1.0 if state.micro_batch.part is None else 0.0
+    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor))
 
 
-def weigh_equally(state: AccumulationState) -> AccumulationState:
+def weigh_equally(state: AccumulationState, *, is_known: bool = True) -> AccumulationState:
     """The current micro-batch weighs as much as every other one, and its loss is left to Lightning."""
     assert state.micro_batch is not None
     part = state.micro_batch.part or WHOLE
     measure = replace(state.micro_batch.measure, items=part.share, divisor=None)
     factor = 1.0 if part.losses_add_up else part.share
-    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor))
+    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor, is_known=is_known))
 
 
 def expected_items(state: AccumulationState, num_ranks: int) -> float:

@@ -124,7 +124,7 @@ class _Walk:
         self._means: list[tuple[str, Number, float | None, tuple[_Division, ...]]] = []
         # Of sums under one division: kind, number, the divisions above that one, factors.
         self._sums: dict[Any, tuple[str, Number, tuple[_Division, ...], list[float | None]]] = {}
-        self._has_zero = False  # something was multiplied by 0, or a sum of no items
+        self._has_zero, self._is_empty = False, False  # something was multiplied by 0; it is a sum of no items
         self._ahead: list[tuple[Any, int, float | None, tuple[_Division, ...]]] = []
         self.summed: Any = None  # the last cross-entropy that is a sum
 
@@ -198,7 +198,8 @@ class _Walk:
             self._has_zero = self._has_zero or factor == 0.0
             return
         clamped = bool(divisions) and divisions[-1][1] == 1.0  # no items: a sum of nothing divided by 1
-        if (kind in _ADDS or kind in _MULS or kind in _DIVS) and not clamped and _are_all_zero(below):
+        is_product = kind in _ADDS or kind in _MULS or kind in _DIVS
+        if is_product and not clamped and _are_all_zero(below) and math.prod(shape) > 1:  # else it may be a mask
             factor = 0.0
         if name in _MEANS or (name not in _SUMS and node._saved_reduction == _MEAN):
             if name.startswith("NllLoss"):
@@ -207,7 +208,7 @@ class _Walk:
                 kind = f"{name.partition('Backward')[0]} of {len(shape)}-d items"
                 self._means.append((kind, float(math.prod(shape)), factor, divisions))
         elif factor == 0.0 or 0 in shape:
-            self._has_zero = True
+            self._has_zero, self._is_empty = self._has_zero or factor == 0.0, True
         elif name not in _SUMS and node._saved_reduction != _SUM:
             raise _Unreadable(f"of {name.partition('Backward')[0]} without a reduction")
         else:
@@ -248,12 +249,12 @@ class _Walk:
             total = means[0].total
             if isinstance(total, Tensor) or total == means[0].parts:
                 means = _none_if_empty(means, loss)
-        if not means and not self._has_zero:
+        if not means and not self._has_zero and not self._is_empty:
             raise _Unreadable("nothing in it counts items")
         for mean in means:
             if mean.factor != 0.0:
                 return Items(tuple(means), form)
-        return Items((), form)
+        return Items((), form if means or self._has_zero else ())
 
 
 def _below_lightnings_division(node: Any) -> tuple[Any, int]:

@@ -9,9 +9,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from gloo import run_same_ranks
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted_oom import out_of_memory
 from small_models import fit
@@ -20,6 +22,7 @@ from torch.nn import functional as F
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, MicroBatchOnOOM
 from lightning_mp.accumulation import loss_probe
+from lightning_mp.accumulation.controller import AccumulationController
 
 Loss = Callable[[Tensor, Any], Tensor]
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 8.0], dtype=torch.float64)
@@ -84,6 +87,12 @@ def mined(out: Tensor) -> Tensor:
     return violations[violations > 0]
 
 
+def selected(out: Tensor, batch: Any) -> Tensor:
+    """The samples of a part may all be left out, also those of a run's first one."""
+    chosen = batch["y"][:, 0] > 0.5
+    return F.mse_loss(out[chosen], batch["y"][chosen]) if chosen.any() else 0 * out.sum()
+
+
 #: Means and sums over samples, tokens, elements or class weights: exact.
 EXACT: dict[str, Loss] = {
     "cross-entropy over labels that are not -100": lambda out, b: F.cross_entropy(out, b["labels"]),
@@ -91,6 +100,8 @@ EXACT: dict[str, Loss] = {
     "masked sum over its number": lambda out, b: masked(out, b) / number(b),
     "masked sum over a clamped number": lambda out, b: masked(out, b) / number(b).clamp(min=1),
     "mean over hard examples": lambda out, b: mined(out).mean(),
+    "sum over hard examples": lambda out, b: mined(out - 0.5).sum() / max(1, len(mined(out - 0.5))),
+    "zero without a sample": selected,
     "mean of squares": lambda out, b: F.mse_loss(out, b["y"]),
     "mean and a term of weights": lambda out, b: F.mse_loss(out, b["y"]),
     "two means over one number": lambda out, b: F.mse_loss(out, b["y"]) + 0.1 * F.smooth_l1_loss(out, b["y"]),
@@ -106,6 +117,7 @@ EXACT: dict[str, Loss] = {
 JOINED: dict[str, Loss] = {
     "in-batch negatives": lambda out, b: F.cross_entropy(out @ out.T, torch.arange(len(out))),
     "variance over the batch": lambda out, b: out.var(0, correction=0).mean(),
+    "distances of pairs": lambda out, b: F.pdist(out).mean(),
     "dice over the batch": lambda out, b: (
         1 - 2 * (out.sigmoid() * (b["y"] > 0)).sum() / (out.sigmoid() + (b["y"] > 0)).sum()
     ),
@@ -155,11 +167,44 @@ def test_means_and_sums_have_the_gradient_and_the_logs_of_the_whole(limit: int, 
             assert float(split_trainer.callback_metrics[key]) == pytest.approx(float(value), rel=1e-5), (name, key)
 
 
-@pytest.mark.parametrize("window", [1, 3])
-def test_losses_that_do_not_add_up_are_refused_with_numbers_before_a_step(window: int) -> None:
+@pytest.mark.filterwarnings("ignore:Gradient accumulation. micro-batches have equal weights")
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist")
+@pytest.mark.parametrize(
+    ("seed", "names"),
+    [
+        (8, ["mean times the number of rows", "zero without a sample", "sum over num_items_in_batch"]),
+        pytest.param(11, list(EXACT), marks=pytest.mark.full),
+    ],
+)
+def test_parts_of_other_sizes_on_another_rank(seed: int, names: list[str]) -> None:
+    """Where no rank's first part has items, ranks settle on equal weights, as a line says."""
+
+    def on_rank(rank: int) -> dict[str, tuple[float, bool]]:
+        found = {}
+        for name in names:
+            models = [Model(EXACT[name], FITS), Model(EXACT[name], (1, 3)[rank])]
+            for model in models:
+                arguments = {"plugin": AutocastPrecision("bf16-mixed"), "accumulate_grad_batches": 2, "devices": 2}
+                strategy = DDPStrategy(process_group_backend="gloo")
+                trainer = fit(model, batches(seed=seed + 100 * rank), MicroBatchOnOOM(), strategy=strategy, **arguments)
+            controller = AccumulationController.of(trainer)
+            assert controller is not None
+            found[name] = farthest(models[1], models[0]), controller.losses.is_equal
+        return found
+
+    for of_rank in zip(*(found.items() for found in run_same_ranks(on_rank, 2)), strict=True):
+        (name, (off, is_equal)), (_, (_, is_equal_there)) = of_rank
+        assert is_equal == is_equal_there, name
+        assert off < 1e-6 or (is_equal and name in ("sum over hard examples", "zero without a sample")), name
+
+
+@pytest.mark.parametrize(("limit", "window"), [(4, 1), (4, 3), (1, 1)])
+def test_losses_that_do_not_add_up_are_refused_with_numbers_before_a_step(limit: int, window: int) -> None:
     for name, loss in JOINED.items():
-        model = Model(loss, 4)
-        with pytest.raises(MisconfigurationException, match=r"the loss of 4 samples is .* neither their mean nor") as e:
+        model = Model(loss, limit)
+        with pytest.raises(
+            MisconfigurationException, match=r"the loss of [24] samples is .* neither their mean nor"
+        ) as e:
             fit(model, batches(), MicroBatchOnOOM(), accumulate_grad_batches=window)
         assert "(over " in str(e.value), name
         assert not model.gradients, name

@@ -128,6 +128,14 @@ def test_every_other_loss_is_unknown_and_says_why(name: str) -> None:
     assert reason in reading.reason
 
 
+def test_a_sum_without_items_weighs_nothing_and_a_term_that_is_switched_off_is_unknown() -> None:
+    weights, o = LossWeights(), logits()
+    weights.settle([read_items(1.0 * (each(o)[:3]).sum() / 3)])
+    for selected in (each(o)[:0], each(o)[1:2] * MASK[1:2]):  # a selection of none, and a masked sample
+        assert weights.of(read_items(1.0 * selected.sum() / 1e-6))[:2] == (pytest.approx(0, abs=1e-5), True)
+    assert weights.of(read_items(0.0 * each(o).sum() / 3))[1] is False
+
+
 @pytest.mark.parametrize("loss", [torch.zeros(()), torch.zeros((), requires_grad=True) / 4])
 def test_a_constant_counts_nothing(loss: Tensor) -> None:
     assert read_items(loss, divided=loss.requires_grad) == Items()
