@@ -1,4 +1,4 @@
-"""What callbacks of the pack do alike: refusing foreign Trainers and rivals, joining the accumulation controller."""
+"""Shared set-up of callbacks: refusing conflicting callbacks, joining the accumulation controller."""
 
 from typing import Any, Literal
 
@@ -64,6 +64,16 @@ def _counts_of(callback: object, count: CountFunction | None) -> dict[str, Any]:
     if use == "inputs":
         return {"count": None, "input_count": count}
     return {"count": count, "count_weighs": use == "weights"}
+
+
+def micro_batches_left(trainer: "pl.Trainer", window: int) -> dict[str, int]:
+    """Micro-batches of a rank that the Trainer's limits allow from here, by the name of each limit that it has."""
+    left = {}
+    if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
+        left["max_epochs"] = int(trainer.num_training_batches) * (trainer.max_epochs - trainer.current_epoch)
+    if trainer.max_steps != -1:
+        left["max_steps"] = (trainer.max_steps - trainer.global_step) * window
+    return left
 
 
 def join_window_controller(

@@ -24,7 +24,7 @@ BATCH_HOOKS = (
 )
 
 Metrics = Callable[[], Mapping[str, float]]
-"""Gives numbers that the host has; asked when they are due, and not on other steps."""
+"""Returns numbers that are on the host; called only when they are logged."""
 
 
 class CallbackMetrics(Callback):
@@ -51,7 +51,7 @@ class CallbackMetrics(Callback):
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> "CallbackMetrics":
-        """The Trainer's; a new one is put behind its callbacks, and before those that save, if there is none."""
+        """Returns the Trainer's; if there is none, adds one after its callbacks and before those that save."""
         run = RunState.of(trainer)
         metrics = run.callback(cls)
         if metrics is None:
@@ -65,7 +65,7 @@ class CallbackMetrics(Callback):
         return metrics
 
     def add(self, metrics: Metrics, on_bar: Metrics | None = None) -> None:
-        """Takes a source for this fit."""
+        """Adds a source of numbers for this fit."""
         self._sources.append((metrics, on_bar))
 
     # -- when ----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class CallbackMetrics(Callback):
             self._log_the_end(trainer)
 
     def _skip_inherited_hooks(self, trainer: "pl.Trainer") -> None:
-        """Has Lightning pass over hooks that callbacks of the pack inherit from ``Callback``, which do nothing.
+        """Makes Lightning skip hooks that callbacks of this package inherit unchanged from ``Callback``.
 
         It enters its profiler for each of them, some 20 Python calls, and passes over a hook that is None.
         """

@@ -15,6 +15,7 @@ from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thre
 from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.process_groups import num_data_ranks
@@ -140,11 +141,9 @@ class AccumulationScheduler(SettingsRepr, Callback):
         save_partial_gradients: bool = False,
         carry_over: bool = False,
     ) -> None:
-        for name, value, allowed in (("unit", unit, Unit), ("sync", sync, Sync)):
-            if value not in get_args(allowed):
-                raise ValueError(
-                    f"AccumulationScheduler({name}={value!r}) is unknown; it must be one of {get_args(allowed)}."
-                )
+        words = (("unit", unit, Unit), ("sync", sync, Sync), ("ramp", ramp, Ramp), ("weight_by", weight_by, WeightBy))
+        for name, value, allowed in words:
+            refuse_unknown(value, name, "AccumulationScheduler", get_args(allowed))
         Weighting(weight_by, count)  # raises on a wrong argument now, not at set-up
         _refuse_unless_one(
             schedule=schedule, scheduling=scheduling, target_samples=target_samples, target_tokens=target_tokens

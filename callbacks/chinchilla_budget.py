@@ -12,11 +12,12 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller
+from lightning_mp.callbacks._common import check_counts, join_window_controller, micro_batches_left
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.run_state import RunState
@@ -28,7 +29,7 @@ from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_
 from lightning_mp.flops.model_shape import elements_used
 from lightning_mp.lr_schedule.scheduler_facts import schedulers_longer_than
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome import StepOutcomeSource
 from lightning_mp.tokens.budget import LandingMode, TokenBudget, TrimFunction
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 from lightning_mp.tokens.run_counts import RunBudget
@@ -119,11 +120,13 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         self.flops = None if flops is None else parse_quantity(flops, "flops")
         self.device_hours = device_hours
         self._tokens = None if tokens is None else whole_tokens(tokens, "tokens", "ChinchillaBudget")
-        for name, value, allowed in (("parameters", parameters, Counted), ("on_waste", on_waste, OnWaste)):
-            if value not in get_args(allowed):
-                raise ValueError(
-                    f"ChinchillaBudget({name}={value!r}) is unknown; it must be one of {get_args(allowed)}."
-                )
+        words = (
+            ("parameters", parameters, Counted),
+            ("on_waste", on_waste, OnWaste),
+            ("landing", landing, LandingMode),
+        )
+        for name, value, allowed in words:
+            refuse_unknown(value, name, "ChinchillaBudget", get_args(allowed))
         # These raise on a wrong argument now, not at set-up.
         TokenBudget(1 if self._tokens is None else self._tokens, landing)
         Weighting("auto", count)
@@ -241,7 +244,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Starts the clock."""
-        if self.on_waste == "extend" and StepOutcomeDispatcher.of(trainer) is None:
+        if self.on_waste == "extend" and StepOutcomeSource.of(trainer) is None:
             raise MisconfigurationException(
                 "ChinchillaBudget(on_waste='extend') must know which optimizer steps were skipped, and"
                 f" {type(trainer.precision_plugin).__name__} does not report them. Use a precision plugin of"
@@ -289,24 +292,21 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
                 f" than the budget allows, about {left // (window * per_batch):,} from here, so the learning"
                 " rate hardly falls. Use TokenLearningRate(WarmupCosine()) in its place."
             )
-        max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-        if max_epochs != -1 and trainer.num_training_batches != float("inf"):
-            batches = int(trainer.num_training_batches) * (max_epochs - trainer.current_epoch)
-            if batches * per_batch < left:
-                rank_zero_warn(
-                    f"ChinchillaBudget: the data end before the budget. max_epochs={max_epochs} leaves {batches:,}"
-                    f" micro-batches of about {per_batch:,} tokens, {batches * per_batch:,} of the {left:,} tokens"
-                    " that remain. Use Trainer(max_epochs=-1), or more data."
-                )
-        if trainer.max_steps != -1:
-            steps = trainer.max_steps - trainer.global_step
-            tokens = steps * window * per_batch
-            if tokens < left:
-                rank_zero_warn(
-                    f"ChinchillaBudget: max_steps={trainer.max_steps} ends before the budget. {steps:,} steps of"
-                    f" {window} micro-batches of about {per_batch:,} tokens make {tokens:,} of the {left:,} tokens"
-                    " that remain. Leave max_steps out, or accumulate more micro-batches."
-                )
+        batches = micro_batches_left(trainer, window)
+        tokens = {limit: number * per_batch for limit, number in batches.items()}
+        if tokens.get("max_epochs", left) < left:
+            rank_zero_warn(
+                f"ChinchillaBudget: the data end before the budget. max_epochs={trainer.max_epochs} leaves"
+                f" {batches['max_epochs']:,} micro-batches of about {per_batch:,} tokens, {tokens['max_epochs']:,} of"
+                f" the {left:,} tokens that remain. Use Trainer(max_epochs=-1), or more data."
+            )
+        if tokens.get("max_steps", left) < left:
+            rank_zero_warn(
+                f"ChinchillaBudget: max_steps={trainer.max_steps} ends before the budget."
+                f" {batches['max_steps'] // window:,} steps of {window} micro-batches of about {per_batch:,} tokens"
+                f" make {tokens['max_steps']:,} of the {left:,} tokens that remain. Leave max_steps out, or accumulate"
+                " more micro-batches."
+            )
 
     @override
     def on_train_batch_end(

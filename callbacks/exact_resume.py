@@ -100,7 +100,7 @@ class ExactResume(SettingsRepr, Callback):
         >>> trainer = pl.Trainer(callbacks=[ExactResume()], accelerator="cpu", logger=False)
     """
 
-    #: Names in a checkpoint fit compiled and eager modules alike.
+    #: Names in a checkpoint are the same for compiled and eager modules.
     translates_names: ClassVar[bool] = True
 
     def __init__(self, *, on_unsupported: Literal["warn", "error"] = "warn", record: str | Path | None = None) -> None:
@@ -162,7 +162,7 @@ class ExactResume(SettingsRepr, Callback):
         if reason:
             self._tell_unsupported(reason)
             return
-        if fit.positions_are_complete:  # loaders are made anew
+        if fit.positions_are_complete:  # loaders are created again
             fit.positions, fit.positions_are_complete = [], False
         assert isinstance(loader, DataLoader)
         if isinstance(loader.dataset, IterableDataset):
@@ -205,7 +205,7 @@ class ExactResume(SettingsRepr, Callback):
 
     @override
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """What is written from here on is written after the validation."""
+        """Checkpoints after this were written after the validation."""
         self._end_validation(trainer)
 
     @override

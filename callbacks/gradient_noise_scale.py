@@ -395,7 +395,7 @@ def _closed(fit: _Fit, window: NoiseWindow) -> ClosedNoiseWindow:
         HostCopy(gradient_ops.sum_over_ranks_(window.numbers(fit.trainer.strategy.root_device))),
         # Lightning divides by the planned length also where a window is shorter; the controller puts that right.
         big_factor=1.0 if weight_by else (int(fit.trainer.accumulate_grad_batches) / window.micro_batches) ** 2,
-        alike=weight_by in (None, "batch"),
+        equal_weights=weight_by in (None, "batch"),
         sharded=fit.is_sharded,
         data_ranks=num_data_ranks(fit.trainer),
     )

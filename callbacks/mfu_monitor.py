@@ -19,6 +19,7 @@ from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.arguments import positive_number, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.quantities import format_quantity
 from lightning_mp.core.run_state import RunState
@@ -144,8 +145,7 @@ class MFUMonitor(SettingsRepr, Callback):
             positive_number(peak_flops, "peak_flops", "MFUMonitor")
         whole_number(window, "window", "MFUMonitor", unit="optimizer steps")
         Weighting("auto", count)
-        if unit not in get_args(CountUnit):
-            raise ValueError(f"MFUMonitor(unit={unit!r}): it must be one of {get_args(CountUnit)}.")
+        refuse_unknown(unit, "unit", "MFUMonitor", get_args(CountUnit))
         if unit == "sample" and flops_per_token in CONVENTIONS:
             raise ValueError(_of_tokens(flops_per_token))
         self.unit: CountUnit = unit

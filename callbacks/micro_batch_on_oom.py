@@ -133,7 +133,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     def on_train_batch_start(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
     ) -> None:
-        """With the first batch: determines whether batches can be split at all."""
+        """With the first batch: determines whether batches can be split."""
         if self._is_first_batch and self.split is None:
             num_samples(batch)
         self._is_first_batch = False

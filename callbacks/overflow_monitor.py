@@ -23,7 +23,7 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeSource
 from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserver
 
 
@@ -131,7 +131,7 @@ class OverflowMonitor(SettingsRepr, Callback):
             has_scale=scaler is not None and scaler.is_enabled(),
             most_skips=_unhealthy_streak(scaler) if self.stop_after_skips == "auto" else self.stop_after_skips,
         )
-        if StepOutcomeDispatcher.of(trainer) is None:
+        if StepOutcomeSource.of(trainer) is None:
             fit.observer = StockPluginObserver(trainer, pl_module, guard=self.guard).attach()
         if self.count_real_steps:
             fit.limit = RealStepLimit(trainer)

@@ -36,7 +36,7 @@ from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import parameter_names
 from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
 from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
-from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeSource
 
 _STATE_KINDS = {"rms_at_start": or_none(listed_of(ANY_NUMBER))}
 
@@ -129,7 +129,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Resets the state of an earlier run."""
-        if StepOutcomeDispatcher.of(trainer) is None:
+        if StepOutcomeSource.of(trainer) is None:
             raise MisconfigurationException(
                 "OverflowPostMortem gets skipped steps from the precision plugins of lightning_mp. With"
                 f" {type(trainer.precision_plugin).__name__} add lightning_mp.OverflowMonitor() to the callbacks."
@@ -227,7 +227,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def _examine(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outcome: StepOutcome, parameters: list[int]
     ) -> None:
-        """Runs the window again if requested; puts together what all ranks know; writes it down."""
+        """Replays the window if requested, gathers the findings of all ranks, and writes the report."""
         result, note = SearchResult(None), ""
         if self.replay:
             note = self._why_no_replay(trainer, outcome)

@@ -41,7 +41,7 @@ class PrecisionAudit(SettingsRepr, Callback):
 
     ::
 
-        trainer = L.Trainer(precision="bf16-mixed", callbacks=[PrecisionAudit()])
+        trainer = pl.Trainer(precision="bf16-mixed", callbacks=[PrecisionAudit()])
 
     After the backward of that batch the hooks are removed, so the rest of the run costs nothing, and rank 0 logs a
     table: for each module the dtypes of weights, inputs, operations, outputs and gradients, and the autocast it ran

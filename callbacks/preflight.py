@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.preflight_checks.report import PreflightReport, Severity
@@ -21,7 +22,7 @@ class Preflight(SettingsRepr, Callback):
 
     ::
 
-        trainer = L.Trainer(callbacks=[Preflight()], plugins=[AutocastPrecision("16-mixed")])
+        trainer = pl.Trainer(callbacks=[Preflight()], plugins=[AutocastPrecision("16-mixed")])
 
     It runs :func:`~lightning_mp.preflight` once per fit; every rank ends with the same error, from the report of rank
     0. The results of the run are unchanged, and callbacks that watch the first micro-batch do not see its trial step:
@@ -46,8 +47,7 @@ class Preflight(SettingsRepr, Callback):
     """
 
     def __init__(self, raise_on: RaiseOn = "error") -> None:
-        if raise_on not in get_args(RaiseOn):
-            raise ValueError(f"Preflight(raise_on={raise_on!r}) is unknown; it must be one of {get_args(RaiseOn)}.")
+        refuse_unknown(raise_on, "raise_on", "Preflight", get_args(RaiseOn))
         self.raise_on: RaiseOn = raise_on
         self.report: PreflightReport | None = None
         self._is_due = False

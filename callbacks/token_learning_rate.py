@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller
+from lightning_mp.callbacks._common import check_counts, join_window_controller, micro_batches_left
 from lightning_mp.core.arguments import whole_tokens
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding, listed_of
@@ -18,7 +18,7 @@ from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.distributed.async_sum import AsyncAllReduce
 from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
 from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome import StepOutcomeSource
 from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
@@ -220,7 +220,7 @@ class TokenLearningRate(SettingsRepr, Callback):
                 f"TokenLearningRate: no callback counted the tokens of the {trainer.global_step:,} steps before; the"
                 " schedule begins at 0 tokens."
             )
-        if getattr(trainer.precision_plugin, "scaler", None) is not None and StepOutcomeDispatcher.of(trainer) is None:
+        if getattr(trainer.precision_plugin, "scaler", None) is not None and StepOutcomeSource.of(trainer) is None:
             rank_zero_warn(
                 f"TokenLearningRate: {type(trainer.precision_plugin).__name__} does not report which steps it skips, so"
                 " their tokens count as trained on. Use a precision plugin of lightning_mp, or add OverflowMonitor()."
@@ -290,13 +290,11 @@ class TokenLearningRate(SettingsRepr, Callback):
             raise no_tokens_in(batch, "TokenLearningRate")
         if self._controller.budget is not None:
             return
-        micro_batches = []
-        if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
-            micro_batches.append(int(trainer.num_training_batches) * (trainer.max_epochs - trainer.current_epoch))
-        if trainer.max_steps != -1 and self._controller.settings.schedule is None:
-            micro_batches.append((trainer.max_steps - trainer.global_step) * self._controller.state.window.planned)
-        if micro_batches:
-            tokens = self._controller.counter.tokens + min(micro_batches) * self._controller.input_tokens(batch)
+        left = micro_batches_left(trainer, self._controller.state.window.planned)
+        if self._controller.settings.schedule is not None:  # the length of windows changes
+            left.pop("max_steps", None)
+        if left:
+            tokens = self._controller.counter.tokens + min(left.values()) * self._controller.input_tokens(batch)
             # Padding is in it, and batches differ: only a horizon that is far too long can be detected now.
             if self.horizon_tokens is not None and self.horizon_tokens > LONGEST_COSINE * tokens:
                 self._warn_about_missed_end(tokens, f"a run of batches like the first has about {tokens:,} tokens")

@@ -119,7 +119,7 @@ _LOADED_WHEN_USED = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LOADED_WHEN_USED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     function = globals()[name] = getattr(import_module(_LOADED_WHEN_USED[name]), name)
     return function
 

@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, refuse_shards
 from lightning_mp.checkpoints.single_file import refuse_other_number
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
@@ -142,10 +143,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         for name, number in (("stages", stages), ("microbatches", microbatches)):
             if number is not None:
                 whole_number(number, name, "PipelineParallelStrategy")
-        if schedule not in get_args(ScheduleName):
-            raise ValueError(
-                f"PipelineParallelStrategy(schedule={schedule!r}): it must be one of {get_args(ScheduleName)}."
-            )
+        refuse_unknown(schedule, "schedule", "PipelineParallelStrategy", get_args(ScheduleName))
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )

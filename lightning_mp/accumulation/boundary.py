@@ -17,7 +17,7 @@ from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.gradients.sync import Sync, gradient_sync
 from lightning_mp.optimizer_step.gradient_observers import overrides
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome import StepOutcomeSource
 from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 from lightning_mp.optimizers.evaluations import requires_closure
 
@@ -67,7 +67,7 @@ class AccumulationBoundary:
 
     def start(self) -> None:
         """Training starts: by now every monitor is there. With outcomes, skipped steps do not count."""
-        if RunState.of(self._trainer).find(StepOutcomeDispatcher) is None:
+        if StepOutcomeSource.of(self._trainer) is None:
             # Again before each step: a fit may have been given other schedulers since the last one.
             self.before_step = LearningRateFrequency(self._trainer, lambda: 0).attach().attach
 

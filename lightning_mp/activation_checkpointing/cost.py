@@ -28,24 +28,17 @@ from lightning_mp.gradients.gradient_ops import local_shard
 
 @dataclass(frozen=True)
 class RecomputeReport:
-    """What checkpoints saved and cost in one micro-batch on one rank.
+    """What checkpoints saved and cost in one micro-batch on one rank."""
 
-    Attributes:
-        saved_bytes: saved for backward at the end of the forward, with the checkpoints.
-        saved_bytes_without: the same without checkpoints.
-        largest_recompute_bytes: saved while the largest checkpointed call runs again; the peak of a backward is at most
-            this and ``saved_bytes`` together.
-        calls: checkpointed calls.
-        step_flops: FLOPs of forward and backward, second runs included.
-        recompute_flops: FLOPs of the second runs alone. These stop at the last tensor that backward needs, so a matrix
-            product at the end of a block is not run again.
-    """
-
-    saved_bytes: int
-    saved_bytes_without: int
+    saved_bytes: int  #: saved for backward at the end of the forward, with the checkpoints.
+    saved_bytes_without: int  #: the same without checkpoints.
+    #: saved while the largest checkpointed call runs again; the peak of a backward is at most this and ``saved_bytes``
+    #: together.
     largest_recompute_bytes: int
-    calls: int
-    step_flops: int
+    calls: int  #: checkpointed calls.
+    step_flops: int  #: FLOPs of forward and backward, second runs included.
+    #: FLOPs of the second runs alone. These stop at the last tensor that backward needs, so a matrix product at the end
+    #: of a block is not run again.
     recompute_flops: int
 
     @override
@@ -138,7 +131,7 @@ class StepCost:
         self._in_forward.close()
 
     def end(self) -> None:
-        """Counts no more at all."""
+        """Stops counting."""
         self._in_forward.close()
         self._in_micro_batch.close()
 

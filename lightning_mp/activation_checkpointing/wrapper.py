@@ -179,7 +179,7 @@ class CheckpointedModules:
             )
 
     def begin_counting(self, cost: StepCost) -> None:
-        """Counts from here on what a micro-batch saves and costs."""
+        """Starts to count what a micro-batch saves and costs."""
         self.switch.cost = cost
         cost.begin()
 

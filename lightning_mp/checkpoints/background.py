@@ -1,7 +1,7 @@
 """Folders with shards that are written while training continues, and renamed when all ranks have written theirs.
 
 Each rank copies its shards to host memory and hands them to a thread. The threads of all ranks plan and write together,
-over a gloo group of their own, so nothing here waits for the training's collectives, or holds them up.
+over a separate gloo group, so nothing here waits for the training's collectives, or holds them up.
 """
 
 import copy
@@ -76,7 +76,7 @@ class BackgroundShards:
             self._removals.append((path, self._thread.submit(_remove_after, self._write[1], path)))
 
     def finish_write(self) -> None:
-        """Waits until the checkpoint that is being written has its name. Call it on all ranks.
+        """Waits until the current checkpoint is complete and renamed. Call it on all ranks.
 
         Raises:
             RuntimeError: if it could not be written; it names the path.
@@ -143,7 +143,7 @@ def copy_to_host(state: Any) -> Any:
 
 
 def _write(state: dict[str, Any], rest: bytes, path: Path, group: dist.ProcessGroup) -> None:
-    """What the threads of all ranks do together. All of them end alike: without an error, or with one."""
+    """Collectives of the writing threads. If one rank fails, they raise on all ranks."""
     from torch.distributed.checkpoint.state_dict_saver import save  # brings seventy modules of torch along
 
     temporary = temporary_path(path)

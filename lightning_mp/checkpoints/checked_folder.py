@@ -86,7 +86,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise ValueError(
             f"{self._file} refers to {module}.{name}, which torch.distributed.checkpoint does not write there: reading"
             " it could run code, so nothing was read. Do not use this checkpoint, unless a torch newer than 2.15 wrote"
-            " it and you know what this name stands for."
+            " it and you know what this name means."
         )
 
     def _member(self, owner: Any, name: str) -> Any:

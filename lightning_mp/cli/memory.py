@@ -1,6 +1,7 @@
 """``lightning-mp memory``: what a training step keeps in memory, measured on one's own module or from a shape."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,9 +17,9 @@ from lightning_mp.core.imported_function import import_function
 from lightning_mp.core.pictures import check_picture
 from lightning_mp.core.precisions import PRECISIONS
 from lightning_mp.core.quantities import format_bytes, format_quantity
+from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.memory.decoder_memory import DecoderMemory, decoder_memory
 from lightning_mp.step_memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
 
 _DESCRIPTION = """\
@@ -165,14 +166,14 @@ def _print_remedies(config: DecoderConfig, arguments: argparse.Namespace) -> Non
         "context_tokens": context_of(arguments.context_tokens, config),
     }
     shards = ParallelLayout(shards=_SHARDS)
-    changes: list[tuple[str, MemoryLayout, str]] = [
-        ("ActivationCheckpointing", MemoryLayout(checkpointed=True), arguments.precision),
-        (f"FSDP2Strategy on {_SHARDS} GPUs", MemoryLayout(shards), arguments.precision),
-        ("both", MemoryLayout(shards, checkpointed=True), arguments.precision),
+    changes: list[tuple[str, ParallelLayout, str]] = [
+        ("ActivationCheckpointing", ParallelLayout(checkpointed=True), arguments.precision),
+        (f"FSDP2Strategy on {_SHARDS} GPUs", shards, arguments.precision),
+        ("both", replace(shards, checkpointed=True), arguments.precision),
     ]
     if arguments.precision in ("bf16-mixed", "bf16-true"):
         remainder = "MasterWeightsPrecision, storage remainder"
-        changes.insert(1, (remainder, MemoryLayout(), "bf16-true+remainder"))
+        changes.insert(1, (remainder, ParallelLayout(), "bf16-true+remainder"))
     rows = [(name, _needs(decoder_memory(config, to, precision=dtype, **step))) for name, to, dtype in changes]
     print("\nIf it does not fit:\n")
     print_table(("change", "GPU needs"), rows)

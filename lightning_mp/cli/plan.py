@@ -19,7 +19,7 @@ from lightning_mp.core.number_formats import number_format
 from lightning_mp.core.precisions import PRECISIONS, find_precision
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.flops.hardware import Chip, chip_of, dtype_on
-from lightning_mp.planning.layout_choice import choose_chips, choose_layouts, enough_gpus, machine_with
+from lightning_mp.planning.layouts import choose_chips, choose_layouts, enough_gpus, machine_with
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.scaling_laws.optimum import (
     ComputeOptimal,

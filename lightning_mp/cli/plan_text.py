@@ -6,9 +6,9 @@ from typing import Any
 
 from lightning_mp.core.cli_text import print_facts, print_paragraph, print_table
 from lightning_mp.core.quantities import format_bytes, format_quantity
-from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice
+from lightning_mp.planning.communication import ParallelLayout
+from lightning_mp.planning.layouts import ChipChoice, LayoutChoice
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.decoder_memory import MemoryLayout
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, InferenceAware, PlannedRun
 from lightning_mp.planning.training_run import RunTime, TrainingRun
 from lightning_mp.step_memory.live_storages import PARTS
@@ -39,7 +39,7 @@ class Answer:
     layouts: list[LayoutChoice] | None = None
     tokens_per_step: int | None = None
     memory_bytes: float | None = None
-    enough: tuple[int, MemoryLayout] | None = None
+    enough: tuple[int, ParallelLayout] | None = None
     chips: list[ChipChoice] | None = None
 
 

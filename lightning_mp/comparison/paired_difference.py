@@ -137,6 +137,7 @@ def student_t_quantile(probability: float, degrees_of_freedom: int) -> float:
 
     Source:
         Abramowitz and Stegun 1964, 26.7.3 and 26.7.4: exact sums for whole degrees of freedom; solved by bisection.
+        Neither torch nor the standard library has this quantile, and scipy is no dependency.
 
     >>> round(student_t_quantile(0.975, 9), 3), round(student_t_quantile(0.975, 1), 2)
     (2.262, 12.71)

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
+from lightning_mp.core.known_words import did_you_mean
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
 from lightning_mp.precision.fp8.conversion import Float8Recipe
@@ -75,7 +76,9 @@ def plugin_factories(
 def make_plugin(name: str, device_type: str) -> Precision:
     """A new plugin."""
     if name not in _BY_NAME:
-        raise ValueError(f"`precisions` has {name!r}. Known names are {', '.join(PRECISION_NAMES)}.")
+        raise ValueError(
+            f"`precisions` has {name!r}.{did_you_mean(name, _BY_NAME)} Known names are {', '.join(PRECISION_NAMES)}."
+        )
     return _BY_NAME[name](device_type)
 
 

@@ -242,13 +242,14 @@ def _draw_time(panel: "Axes", comparison: PrecisionComparison) -> None:
     panel.set(title="Time per batch, over the baseline's", xlabel="ratio; the line spans the rounds")
     _named_rows(panel, names)
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(frameon=False)
+        panel.legend(edgecolor="white")  # over a bar
 
 
 def _draw_memory(panel: "Axes", comparison: PrecisionComparison) -> None:
     names = list(comparison.costs)
     panel.barh(range(len(names)), [comparison.costs[name].peak_bytes / 2**20 for name in names], color=BLUE, alpha=0.8)
     panel.set(title="Peak memory", xlabel="MiB")
+    panel.locator_params(axis="x", nbins=5)
     _named_rows(panel, names)
 
 

@@ -295,7 +295,7 @@ def run_trial(
     """Trains for some optimizer steps.
 
     Everything random is a function of the seed and the batch: at the start and the end of each batch the generators are
-    set anew. A precision that draws more random numbers than another one sees the same data nevertheless.
+    set again. A precision that draws more random numbers than another one sees the same data nevertheless.
     """
     set_seed(seed)
     module = experiment.make_module()

@@ -1,4 +1,4 @@
-"""Messages during a run that have lines of their own, and are not glued to a progress bar."""
+"""Prints messages during a run on separate lines, not at the end of a progress bar."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ from lightning_mp.core.uncopied import Replacement
 
 
 def keep_messages_off_the_bar(trainer: "pl.Trainer") -> None:
-    """On a terminal, clears tqdm's bars for a message of Lightning's logger or a warning, and draws them anew below."""
+    """On a terminal, clears tqdm's bars for a message of Lightning's logger or a warning, and redraws them below."""
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar) and sys.stdout.isatty():
         logger = lightning_logger()

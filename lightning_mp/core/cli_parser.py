@@ -4,10 +4,11 @@ import argparse
 import re
 import sys
 import textwrap
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from typing_extensions import override
+
+from lightning_mp.core.known_words import did_you_mean
 
 _WIDEST_CHOICES = 40
 
@@ -70,9 +71,8 @@ class OneLineParser(argparse.ArgumentParser):
         choice = re.match(r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message)
         if choice:
             name, got, known = choice.groups()
-            near = get_close_matches(got, re.findall(r"[^\s',]+", known))
-            if near:
-                message = f"argument {name}: invalid choice: '{got}'. Did you mean {' or '.join(near)}?"
+            if near := did_you_mean(got, re.findall(r"[^\s',]+", known)):
+                message = f"argument {name}: invalid choice: '{got}'." + near.replace("'", "")
         first_word, space, rest = message.rstrip(".").partition(" ")
         if first_word.istitle():  # not the name of a class
             first_word = first_word.lower()

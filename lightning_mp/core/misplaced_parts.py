@@ -1,4 +1,4 @@
-"""Parts of the pack that a Trainer was given in the wrong argument: where they belong."""
+"""Errors for parts of this package that a Trainer got in the wrong argument; they name the right one."""
 
 import sys
 from types import FrameType
@@ -19,14 +19,14 @@ _PLACES: tuple[tuple[type, str], ...] = (
 )
 
 
-def place_hint(part: object) -> str:
+def place_hint(part: object, place: str = "") -> str:
     """Where a part belongs, for the ``repr`` in an error of a Trainer; "" elsewhere."""
-    place = _place_of(part)
-    return f", {place}" if place and asking_module() in _CONNECTORS else ""
+    place = place or _place_of(part)
+    return f" ({place})" if place and asking_module() in _CONNECTORS else ""
 
 
 def asking_module() -> str:
-    """The module outside of the pack from which a ``repr`` was asked for."""
+    """The module outside of this package that called ``repr``."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("lightning_mp."):
         frame = frame.f_back

@@ -32,4 +32,4 @@ def namespace_hint(kind: str) -> str:
     if asking_module().partition(".")[0] != "pytorch_lightning":
         return ""
     use = "`import lightning.pytorch as pl`, not `import pytorch_lightning as pl`"
-    return f", a {kind} for lightning.pytorch: with it use {use}"
+    return f" (a {kind} for lightning.pytorch: with it use {use})"

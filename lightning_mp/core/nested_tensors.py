@@ -55,5 +55,5 @@ def why_unreadable(tensor: Tensor) -> str:
     try:
         tensor.untyped_storage()
     except NotImplementedError:
-        return "tensors inside of torch.vmap and torch.func, and those of opaque layouts, have no memory of their own"
+        return "tensors inside of torch.vmap and torch.func, and those of opaque layouts, have no storage"
     return ""

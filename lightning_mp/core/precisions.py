@@ -103,9 +103,11 @@ def find_precision(precision: object) -> PrecisionSpec:
     storage = getattr(precision, "storage", "fp32")
     name = name if storage == "fp32" else f"{name}+{storage}"
     if name not in PRECISIONS:
+        from lightning_mp.core.known_words import did_you_mean  # of use in errors only
+
         raise ValueError(
-            f"`precision` {name!r} is not known. Use one of {', '.join(PRECISIONS)}, or a precision plugin; 16-true and"
-            " bf16-true are MasterWeightsPrecision, with its storage after the plus."
+            f"`precision` {name!r} is not known.{did_you_mean(name, PRECISIONS)} Use one of {', '.join(PRECISIONS)}, or"
+            " a precision plugin; 16-true and bf16-true are MasterWeightsPrecision, with its storage after the plus."
         )
     row = PRECISIONS[name]
     is_ours = row.autocast or row.master_bytes > 0 if isinstance(precision, str) else _is_ours(precision)

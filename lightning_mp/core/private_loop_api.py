@@ -46,7 +46,7 @@ def step_without_a_batch(trainer: "pl.Trainer", batch_idx: int, closure: Callabl
 
 @dataclass
 class BatchClosure:
-    """The closure of one batch in automatic optimization, taken apart; whoever steps the optimizer calls it."""
+    """The closure of one batch in automatic optimization, taken apart; what steps the optimizer calls it."""
 
     arguments: Mapping[str, Any]  # of the training step: the batch first, then its index if that takes one
     batch_idx: int

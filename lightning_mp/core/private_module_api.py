@@ -32,9 +32,9 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
 
 
 class InterceptedCall:
-    """Is called in the place of a module's own call, until :meth:`remove`; subclasses define ``__call__``.
+    """Is called instead of a module's own call, until :meth:`remove`; subclasses define ``__call__``.
 
-    ``Module.__call__`` asks for a compiled call first, and finds this. torch.compile traces it only for modules with
+    ``Module.__call__`` looks for a compiled call first, and finds this. torch.compile traces it only for modules with
     hooks or a forward of their own; others it calls by their forward. Copies and
     pickles of the module leave it out.
     """
@@ -185,7 +185,7 @@ def part_of(tensor: DTensor) -> Tensor:
 
 
 def set_part(tensor: DTensor, part: Tensor) -> None:
-    """Puts another tensor of the same shape in the place of this rank's part."""
+    """Replaces this rank's part by another tensor of the same shape."""
     _LOCAL_TENSOR.__set__(tensor, part)
 
 
@@ -197,7 +197,7 @@ def with_part(like: DTensor, part: Tensor) -> DTensor:
 
 @cache
 def _with_unnoticed_gather(kind: Any) -> Any:
-    """FSDP2 asks the part of a rank, at each gathering, whether it has hooks of its own."""
+    """FSDP2 checks the local tensor for all-gather hooks at each all-gather."""
 
     class UnnoticedGather(kind):  # type: ignore[misc]  # a class that is only known when it is here
         @property

@@ -239,7 +239,7 @@ def before_loader_states(trainer: "pl.Trainer", function: Callable[[], None]) ->
 
 
 def forget_loader_states(trainer: "pl.Trainer") -> None:
-    """Has training loaders begin anew where their states, not yet loaded, are those of this package."""
+    """Makes training loaders start again if their states, not yet loaded, are those of this package."""
     loop = trainer.fit_loop
     if any(isinstance(state, dict) and "is_over" in state for state in loop._combined_loader_states_to_load):
         loop._combined_loader_states_to_load = []

@@ -21,8 +21,8 @@ class RankRNG:
     separate sequence, and the common one continues as if nothing had been drawn.
 
     By default a seed is drawn from the common sequence each time, and the rank's own sequence restarts from it: an
-    activation checkpoint that restores the common sequence gets the same masks. With ``seed`` the rank's sequence goes
-    on where it was for as long as the seed stays the same.
+    activation checkpoint that restores the common sequence gets the same masks. With ``seed`` the rank's sequence
+    continues for as long as the seed stays the same.
     """
 
     # Those with a sequence that continues, for checkpoints.
@@ -55,7 +55,7 @@ class RankRNG:
                     rng._seed, rng._states = state["seed"], state["states"]
 
     def begin(self, *devices: torch.device) -> None:
-        """From here on, on these devices, until :meth:`end`; does nothing if it has begun."""
+        """Switches the generators of these devices to this rank's sequence until :meth:`end`, if that is not done."""
         if self._common or not self._is_needed():
             return
         # drawn on the CPU: nothing waits for a device
@@ -72,7 +72,7 @@ class RankRNG:
                 generator.set_state(state)
 
     def end(self) -> None:
-        """Back to the common numbers; does nothing if that was done."""
+        """Restores the common sequence; no-op if it was restored."""
         if not self._common:
             return
         self._states = [generator.get_state() for generator, _ in self._common]
@@ -82,7 +82,7 @@ class RankRNG:
 
     @contextmanager
     def drawn(self, *devices: torch.device) -> Iterator[None]:
-        """Inside, this rank's random numbers are drawn."""
+        """Context in which random numbers come from this rank's sequence."""
         self.begin(*devices)
         try:
             yield

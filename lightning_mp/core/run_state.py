@@ -1,4 +1,4 @@
-"""What the pack keeps for a Trainer, in one place: the parts of its run, what they have replaced, and its callbacks."""
+"""The state that this package keeps for a Trainer: the parts of its run, its patches and its callbacks."""
 
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -15,7 +15,7 @@ _Called = TypeVar("_Called", bound=Callback)
 
 
 class RunState:
-    """One per Trainer. Its parts, at most one of each class, leave it when the run ends, whatever ends it."""
+    """One per Trainer. Its parts, at most one of each class, are removed when the run ends, also by an exception."""
 
     def __init__(self, trainer: "pl.Trainer") -> None:
         self._trainer = trainer
@@ -24,7 +24,7 @@ class RunState:
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "RunState":
-        """That of a Trainer; made at the first call."""
+        """The state of a Trainer; created at the first call."""
         state = vars(trainer).get(_KEY)
         if not isinstance(state, cls):
             vars(trainer)[_KEY] = state = cls(trainer)
@@ -33,30 +33,28 @@ class RunState:
     # -- parts of a run ------------------------------------------------------------------------------------------------
 
     def keep(self, part: object, flush: Callable[[], None] | None = None) -> None:
-        """Makes a part known until :meth:`drop` or the end of the run; ``flush`` is called by :meth:`flush`."""
+        """Registers a part until :meth:`drop` or the end of the run; ``flush`` is called by :meth:`flush`."""
         self._parts[type(part)] = part, flush
         Patches.of(self._trainer).at_end(lambda: self.drop(part))
 
     def drop(self, part: object) -> None:
-        """The part is no longer known."""
+        """Removes a part."""
         if self._parts.get(type(part), (None,))[0] is part:
             self._parts.pop(type(part), None)
 
     def find(self, kind: type[_Part]) -> _Part | None:
-        """The part of a class, if there is one."""
-        part, _ = self._parts.get(kind, (None, None))
-        assert part is None or isinstance(part, kind)
-        return part
+        """The part of a class, or of one derived from it, if there is one."""
+        return next((part for part, _ in self._parts.values() if isinstance(part, kind)), None)
 
     def flush(self) -> None:
-        """Reads what is on its way from the device: the outcome of the last step."""
+        """Reads pending values from the device: the outcome of the last step."""
         for _, flush in list(self._parts.values()):
             if flush is not None:
                 flush()
 
     @property
     def parts(self) -> list[object]:
-        """What is known now; nothing between two runs."""
+        """The registered parts; none between two runs."""
         return [part for part, _ in self._parts.values()]
 
     # -- callbacks -----------------------------------------------------------------------------------------------------
@@ -76,5 +74,5 @@ class RunState:
         set_callbacks(self._trainer, [*others[:index], callback, *others[index:]])
 
     def remove_callback(self, callback: Callback) -> None:
-        """Takes a callback from those of the Trainer."""
+        """Removes a callback from those of the Trainer."""
         set_callbacks(self._trainer, [other for other in callbacks_of(self._trainer) if other is not callback])

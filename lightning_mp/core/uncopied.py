@@ -14,7 +14,7 @@ from typing_extensions import override
 
 
 class Replacement(partial[Any]):
-    """A function in the place of a method of one object; copies of the object, by pickle or deepcopy, have the method.
+    """A function in place of a method of one object; copies of the object, by pickle or deepcopy, have the method.
 
     >>> import copy
     >>> class Greeter:

@@ -177,7 +177,7 @@ def _strategy(settings: Settings) -> Strategy | str:
 def fit(trainer: pl.Trainer, job: Job) -> None:
     """Builds the model and trains it, from the checkpoint if the run continues.
 
-    If Lightning or the pack refuses the combination, nothing is left behind.
+    If Lightning or this package refuses the combination, nothing is left behind.
     """
     settings, shape = job.settings, job.settings.model
     data = TextData(job.corpus, settings.batch_size, settings.plan.micro_batches, settings.seed)

@@ -31,7 +31,7 @@ class CorrelatedNoise:
     """What residuals reveal about their noise: one row per pair of rho and w.
 
     The losses of one run scatter around their law with a memory: smoothed losses, learning rates and data in order all
-    make neighbours alike. The noise is taken for the sum of two Gaussian parts, one with a memory and one without::
+    correlate neighbours. The noise is taken for the sum of two Gaussian parts, one with a memory and one without::
 
         noise_t = sqrt(1 - w) x_t + sqrt(w) e_t         x_t = rho x_(t-1) + sqrt(1 - rho^2) u_t
 

@@ -47,23 +47,14 @@ def unbiased_estimates(
 
 @dataclass(frozen=True)
 class NoiseScale:
-    r"""An estimate of the gradient noise scale, :math:`B_{simple}`, in samples.
+    r"""An estimate of the gradient noise scale, :math:`B_{simple}`, in samples."""
 
-    Attributes:
-        samples: the estimate.
-        low: lower end of its 95% confidence interval; 0 if it has no positive lower end.
-        high: upper end; infinite while :math:`|G|^2` is indistinguishable from zero.
-        batch_samples: samples per optimizer step in training.
-        tokens_per_sample: mean target tokens per sample; 0 if tokens are not counted.
-        windows: optimizer steps that the estimate uses.
-    """
-
-    samples: float
-    low: float
-    high: float
-    batch_samples: float
-    tokens_per_sample: float
-    windows: int
+    samples: float  #: the estimate.
+    low: float  #: lower end of its 95% confidence interval; 0 if it has no positive lower end.
+    high: float  #: upper end; infinite while :math:`|G|^2` is indistinguishable from zero.
+    batch_samples: float  #: samples per optimizer step in training.
+    tokens_per_sample: float  #: mean target tokens per sample; 0 if tokens are not counted.
+    windows: int  #: optimizer steps that the estimate uses.
 
     @property
     def tokens(self) -> float:
@@ -236,7 +227,7 @@ class ClosedNoiseWindow:
 
     numbers: HostCopy  # of `NoiseWindow.numbers`
     big_factor: float  # makes the squared norm of the step that of the mean gradient
-    alike: bool  # micro-batches weigh the same, whatever they hold
+    equal_weights: bool  # micro-batches weigh the same, regardless of their size
     sharded: bool  # the small gradient is one of all ranks, in shards; else each rank has its own
     data_ranks: int  # ranks that see different data
 
@@ -249,11 +240,13 @@ class ClosedNoiseWindow:
         sharing = ranks / self.data_ranks
         if self.sharded:
             small *= (ranks / weight) ** 2
-            small_inverse = first_inverse / sharing / self.data_ranks**2 if self.alike else sharing / first_samples
+            small_inverse = (
+                first_inverse / sharing / self.data_ranks**2 if self.equal_weights else sharing / first_samples
+            )
         else:
             small, small_inverse = small / ranks, first_inverse / ranks
         # A mean of m means has the variance of one over m^2 sum_i 1 / b_i; one of all samples that of sum_i b_i.
-        big_inverse = inverses * sharing / micro_batches**2 if self.alike else sharing / samples
+        big_inverse = inverses * sharing / micro_batches**2 if self.equal_weights else sharing / samples
         big = (big if big_square is None else big_square) * self.big_factor
         if not math.isfinite(small + big) or small_inverse <= big_inverse * (1 + 1e-9):
             return None

@@ -64,7 +64,7 @@ class BufferBroadcast(Callback):
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer", groups: Sequence[ProcessGroup]) -> None:
-        """Puts one in front of the Trainer's callbacks for the time of a run, if there is anything to send."""
+        """Adds one before the Trainer's callbacks for the duration of a run, if there are buffers to send."""
         module = trainer.lightning_module
         several = [group for group in groups if group.size() > 1]
         if several and next(_saved_buffers(module), None) is not None:
@@ -76,7 +76,7 @@ class BufferBroadcast(Callback):
             run.place_callback(new)
 
     def flush_pending(self, *_: Any, **__: Any) -> None:
-        """Makes all buffers alike if a batch may have changed them; to be called on all ranks."""
+        """Broadcasts all buffers if a batch may have changed them. Call it on all ranks."""
         if not self._may_differ:
             return
         places = list(_saved_buffers(self._module))
@@ -120,7 +120,7 @@ class BufferBroadcast(Callback):
 
 
 def _bytes_of(buffer: Tensor) -> Tensor:
-    """Its numbers one behind the other, whatever view of other memory it is."""
+    """Its numbers as contiguous bytes, also if it is a view."""
     return buffer.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 

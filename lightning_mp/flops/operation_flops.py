@@ -45,7 +45,7 @@ def score_flops(packet: Any, args: Sequence[Any]) -> int:
         return 0
     query, key = args[1], args[2]
     if query.ndim != 4 or name in ("_flash_attention_backward", "_efficient_attention_backward"):
-        # Sequences of many lengths in one tensor: the score product is one of five alike if the heads are alike.
+        # Sequences of many lengths in one tensor: the score product is one of five, equal if heads are.
         return int(flop_registry[packet](*args)) // 5
     batch, heads, queries, size = query.shape
     return int(2 * batch * heads * queries * key.shape[-2] * size)

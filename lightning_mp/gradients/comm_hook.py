@@ -18,7 +18,7 @@ def reduced_precision_hook(dtype: ReducedDtype) -> Hook:
 
     On CUDA, with Lightning's own strategy::
 
-        trainer = L.Trainer(strategy=DDPStrategy(ddp_comm_hook=reduced_precision_hook(torch.bfloat16)))
+        trainer = pl.Trainer(strategy=DDPStrategy(ddp_comm_hook=reduced_precision_hook(torch.bfloat16)))
 
     On any other device Lightning silently registers no hook. ``Trainer(strategy="mp_ddp_bf16_reduce")`` and
     ``"mp_ddp_fp16_reduce"`` (:class:`~lightning_mp.strategies.ReducedPrecisionDDPStrategy`) work on all devices.

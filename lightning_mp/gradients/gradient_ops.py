@@ -183,7 +183,7 @@ def not_below(value: Tensor, limit: float) -> Tensor:
     return torch.logical_not(value < limit, out=torch.empty(value.shape, dtype=torch.float32, device=value.device))
 
 
-#: Numbers from here on have a square that does not fit into float32, once they are rounded to it themselves.
+#: The square of this number or a larger one overflows in float32.
 LARGEST_NORM = 2.0**64 * (1 - 2.0**-25)
 
 

@@ -1,4 +1,4 @@
-"""What all ranks must do alike, watched for the time of one ``fit``."""
+"""Checks during one ``fit`` that ranks run the same layers and reduce the same gradients."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -177,7 +177,7 @@ class RankConsistencyCheck:
             self._method = Patches.of(trainer).replace(trainer.strategy, "optimizer_step", self._optimizer_step)
 
     def flush_pending(self) -> None:
-        """Makes sure that ranks were alike until now."""
+        """Reads the last comparison; raises if ranks differed."""
         if self._units is not None:
             self._units.flush_pending()
 

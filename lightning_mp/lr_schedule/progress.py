@@ -38,7 +38,7 @@ _KINDS = {
 
 
 class ScheduleRun:
-    """Goes along a schedule, step by step."""
+    """The position of a run on its schedule."""
 
     def __init__(self, schedule: TokenSchedule) -> None:
         self.schedule = schedule
@@ -64,7 +64,7 @@ class ScheduleRun:
         return self.factor
 
     def cool_down(self, trained_tokens: int, tokens: int) -> None:
-        """Falls from the present factor to the schedule's ``final``, else to 0, over n tokens from here on."""
+        """Starts a cooldown of ``tokens``, from the current factor to the schedule's ``final``, or to 0."""
         final = self.schedule.final if isinstance(self.schedule, WarmupStableDecay | WarmupCosine) else 0.0
         shape = self.schedule.shape if isinstance(self.schedule, WarmupStableDecay) else "linear"
         self.cooldown = Cooldown(self.factor, min(final, self.factor), shape)

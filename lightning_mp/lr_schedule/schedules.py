@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_mp.core.known_words import refuse_unknown
+
 #: From the fraction of the budget that is spent to the factor of the peak learning rate.
 TokenSchedule = Callable[[float], float]
 
@@ -161,7 +163,7 @@ class WarmupCosine:
 
 @dataclass(frozen=True)
 class Course:
-    """Which part of a schedule a run has behind it after n tokens."""
+    """Maps the number of trained tokens to the fraction of the schedule."""
 
     from_tokens: int
     end_tokens: int
@@ -175,7 +177,7 @@ class Course:
         return self.from_fraction + (1.0 - self.from_fraction) * way
 
     def shortened(self, tokens: int, by_tokens: int) -> "Course":
-        """The course from here on, where the run ends that many tokens earlier than it was to."""
+        """The course after ``tokens``, for a run that ends ``by_tokens`` earlier than planned."""
         return Course(tokens, self.end_tokens - by_tokens, self.fraction(tokens))
 
 
@@ -212,5 +214,4 @@ def _check(schedule: object, name: str, high: float = 1.0) -> None:
 
 
 def _check_shape(schedule: object, shape: str) -> None:
-    if not isinstance(shape, str) or shape not in _SHAPES:
-        raise ValueError(f"{type(schedule).__name__}(shape={shape!r}) is unknown; it must be one of {COOLDOWN_SHAPES}.")
+    refuse_unknown(shape, "shape", type(schedule).__name__, COOLDOWN_SHAPES)

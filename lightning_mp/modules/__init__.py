@@ -1,1 +1,1 @@
-"""What is done to modules of any model: names, state, wrapped forwards, recomputed activations."""
+"""Tools for modules of any model: names, state, wrapped forwards, placeholders for other ranks' pipeline stages."""

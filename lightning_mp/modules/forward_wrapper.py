@@ -31,7 +31,7 @@ class WrappedForwards:
 
 
 def _unwrap(module: nn.Module, wrapper: "partial[Any]") -> None:
-    """Takes a wrapper off a module, also from below another of the pack's; not from below other code's."""
+    """Removes a wrapper from a module, also one below another wrapper of this package; not one below other code's."""
     inner, outer = wrapper.args[0], vars(module).get("forward")
     if outer is wrapper:
         del module.forward

@@ -65,7 +65,7 @@ class StagePlaceholder(nn.Module):
 
     @override
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Says where the module is."""
+        """Raises, and names the stage that has the module."""
         raise RuntimeError(self._where())
 
     @override
@@ -102,7 +102,7 @@ def detach_stages(model: nn.Module, absent: Mapping[str, Sequence[int]], split: 
 
 
 def release(module: nn.Module, kept: Container[int]) -> None:
-    """Takes the memory of a module's tensors away, but not their shapes."""
+    """Frees the memory of a module's tensors and keeps their shapes."""
     for tensor in (*module.parameters(), *module.buffers()):
         if id(tensor) not in kept:
             tensor.data = _without_memory(tensor)

@@ -98,7 +98,7 @@ def tensor_parallel_parts(parameter: Tensor, dim: int | None = None) -> int:
 
 
 def agreed_count(count: int, device: torch.device, what: str) -> int:
-    """A number that all ranks must have found alike. To be called on all of them."""
+    """Checks that all ranks found the same number, and returns it. Call it on all ranks."""
     if world_size() == 1:
         return count
     ends = torch.tensor([count, -count], dtype=torch.int64, device=device)

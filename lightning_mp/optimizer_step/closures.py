@@ -1,4 +1,4 @@
-"""Optimizers that evaluate their closure themselves: SAM, LBFGS, and whatever is not torch's own."""
+"""Optimizers that evaluate their closure themselves: SAM, LBFGS, and those that are not torch's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ class StepClosure:
     Lightning's closure has run by then. So the first evaluation that the optimizer requests is that one, unless weights
     are others by now or gradients were taken away. Gradients that the optimizer has only written (centralised, say, in
     front of its parent's step) are kept, as in a plain loop. Each later evaluation runs again, and its gradients are
-    made ready anew.
+    made ready again.
     """
 
     def __init__(self, optimizer: Optimizer, result: Any, evaluate: Callable[[], Any] | None, plugin: object) -> None:

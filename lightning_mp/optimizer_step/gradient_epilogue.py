@@ -1,7 +1,7 @@
 """The gradient epilogue: everything between the end of backward and the optimizer's own kernel.
 
 Loss scale, item count and clip coefficient are gathered as scalars on the device and applied together. One reduction of
-a small vector makes every rank decide alike.
+a small vector makes every rank take the same decision.
 """
 
 from collections.abc import Sequence
@@ -181,7 +181,7 @@ class GradientEpilogue:
         gradient_ops.clamp_(self.shards, bound)
 
     def clip_now(self, limit: float, *, by_value: bool) -> None:
-        """Clips true gradients in place (3 passes): whoever asks may read or change them afterwards.
+        """Clips true gradients in place (3 passes): hooks that read gradients may also change them afterwards.
 
         Gradients that are not finite are left as they are by norm, and the step is skipped.
         """

@@ -1,4 +1,14 @@
-"""A ``torch.amp.GradScaler`` with a floor, a ceiling and one decision on all ranks."""
+"""A ``torch.amp.GradScaler`` with a floor, a ceiling and one decision on all ranks.
+
+.. code-block:: text
+
+    scale the loss; backward; divide the gradients by the scale
+    a gradient of any rank is inf or nan:     no step; scale = max(min_scale, scale * backoff_factor)
+    else:                                     step; after growth_interval such steps in a row
+                                                  scale = min(max_scale, scale * growth_factor)
+
+The scale is changed by :func:`~lightning_mp.optimizer_step.update_rule.update_scale_`, which adds hysteresis.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -33,13 +43,6 @@ from lightning_mp.optimizer_step.update_rule import (
 
 #: Overflows in a row with the scale already at its floor after which ``on_floor`` acts.
 FLOOR_PATIENCE_STEPS = 20
-
-
-class LossScaleFloorError(RuntimeError):
-    """The loss scale is at its floor and the gradients still overflow."""
-
-
-# What `torch.amp.GradScaler.state_dict` holds.
 #: What every ``torch.amp.GradScaler`` saves.
 _TORCH_STATE = {
     "scale": AMOUNT,
@@ -48,47 +51,16 @@ _TORCH_STATE = {
     "growth_interval": POSITIVE_COUNT,
     "_growth_tracker": COUNT,
 }
-
-
-def check_saved_scaler(scaler: torch.amp.GradScaler, state: Any) -> None:
-    """Refuses a state that the scaler cannot load, before anything is changed by it."""
-    if isinstance(scaler, LossScaler):
-        scaler.checked_settings(state)
-    else:
-        checked_state(state, _TORCH_STATE, "the loss scaler")
-
-
-def overflows_at_floor(before: int, found_inf: float, scale: float, rule: ScaleRule) -> int:
-    """Overflows in a row at the floor, one step later; counted on the host, where a step's numbers come late."""
-    return before + 1 if found_inf > 0 and scale <= c_float(rule.min_scale).value else 0
-
-
-def _resolve_device_type(device: str | torch.device | None) -> str:
-    """The device type a scaler is for; the accelerator, else the CPU, when None."""
-    if device is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return accelerator.type if accelerator is not None else "cpu"
-    try:
-        device_type = torch.device(device).type
-    except (RuntimeError, TypeError):
-        raise ValueError(
-            f"LossScaler(device={device!r}): it must be a device type such as 'cuda' or 'cpu', or None for the device"
-            " that is available."
-        ) from None
-    if device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"LossScaler(device={str(device)!r}): CUDA is not available on this machine."
-            " Leave `device` out to use the device that is available, or pass enabled=False."
-        )
-    return device_type
-
-
 #: Said by preflight and beside torch's error.
 ANOMALIES_UNDER_A_SCALE = (
     "Trainer(detect_anomaly=True) ends a run with a loss scale at its first overflow, which is part of finding the"
     " scale and would be skipped. Use OverflowPostMortem(replay=True), which names the layer of an overflow that lasts,"
     " or detect_anomaly=True in 'bf16-mixed' or '32-true'."
 )
+
+
+class LossScaleFloorError(RuntimeError):
+    """The loss scale is at its floor and the gradients still overflow."""
 
 
 class LossScaler(SettingsRepr, torch.amp.GradScaler):
@@ -391,6 +363,39 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         if self._enabled:
             state["_init_hysteresis_tracker"] = _read(self._hysteresis_tracker, self._init_hysteresis_tracker)
         return state | {"_hysteresis_tracker": None}
+
+
+def check_saved_scaler(scaler: torch.amp.GradScaler, state: Any) -> None:
+    """Refuses a state that the scaler cannot load, before anything is changed by it."""
+    if isinstance(scaler, LossScaler):
+        scaler.checked_settings(state)
+    else:
+        checked_state(state, _TORCH_STATE, "the loss scaler")
+
+
+def overflows_at_floor(before: int, found_inf: float, scale: float, rule: ScaleRule) -> int:
+    """Overflows in a row at the floor, one step later; counted on the host, where a step's numbers come late."""
+    return before + 1 if found_inf > 0 and scale <= c_float(rule.min_scale).value else 0
+
+
+def _resolve_device_type(device: str | torch.device | None) -> str:
+    """The device type a scaler is for; the accelerator, else the CPU, when None."""
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator.type if accelerator is not None else "cpu"
+    try:
+        device_type = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"LossScaler(device={device!r}): it must be a device type such as 'cuda' or 'cpu', or None for the device"
+            " that is available."
+        ) from None
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"LossScaler(device={str(device)!r}): CUDA is not available on this machine."
+            " Leave `device` out to use the device that is available, or pass enabled=False."
+        )
+    return device_type
 
 
 def _read(tracker: Tensor | None, initial: int) -> int:

@@ -1,4 +1,4 @@
-"""What must not move on a skipped optimizer step: learning-rate schedulers and averaged weights.
+"""Guards that keep learning-rate schedulers and averaged weights unchanged on a skipped optimizer step.
 
 Both wrap a public method on the instance, for the time of one ``fit``. The scheduler's own ``step`` is left alone: an
 attribute set there would end up in ``scheduler.state_dict()``.

@@ -16,7 +16,7 @@ from lightning_mp.gradients.fused_optimizers import applies_grad_scale, momentum
 from lightning_mp.gradients.replication import GradientReplication, gradient_replication
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+from lightning_mp.optimizer_step.outcome_dispatcher import StepOutcomeDispatcher, StepReport
 
 
 class NonFiniteGuard:
@@ -58,18 +58,18 @@ class NonFiniteGuard:
         return True
 
     def report(self) -> StepReport:
-        """What came of it."""
+        """The outcome of the checked step."""
         epilogue = self._epilogue
         return StepReport(epilogue.found_inf, None, epilogue.grad_norm, None, epilogue.parameters, epilogue.norms)
 
     def release(self) -> None:
-        """Takes the flag off the optimizer after its step."""
+        """Removes the flag from the optimizer after its step."""
         if hasattr(self._optimizer, "found_inf"):
             del self._optimizer.found_inf
 
 
 def refuse_unguardable(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses what makes its steps where no guard can look."""
+    """Refuses optimizers that evaluate the loss inside of their step, where no guard can check the gradients."""
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise several_evaluations(optimizer)

@@ -92,71 +92,66 @@ def _forgive_(state: ScaleState, found_inf: Tensor, rule: ScaleRule) -> Tensor:
 
 # -- validation --------------------------------------------------------------------------------------------------------
 
+_Check = Callable[[Any, ScaleRule], bool]
 
-def _first_invalid(rule: ScaleRule, on_floor: object) -> tuple[str, object, str] | None:
-    """The first setting that is out of range: its name, what it is and what is allowed; None if all are right.
 
-    >>> _first_invalid(ScaleRule(growth_interval=0), "warn")
+def _is_count(value: Any, least: int | None) -> bool:
+    return isinstance(value, int) and (least is None or value >= least)
+
+
+#: Of each setting, and of each entry of a saved state: whether a value is right, and what is allowed.
+_ALLOWED: Mapping[str, tuple[_Check, str]] = {
+    "growth_factor": (
+        lambda value, _: 1.0 < value < math.inf,
+        "greater than 1; for a constant scale use LossScaler.static(scale)",
+    ),
+    "backoff_factor": (lambda value, _: 0.0 < value < 1.0, "between 0 and 1, both excluded"),
+    "growth_interval": (lambda value, _: _is_count(value, 1), "a number of steps, 1 or more"),
+    "min_scale": (lambda value, rule: 0.0 <= value <= rule.max_scale, "from 0 to max_scale={rule.max_scale!r}"),
+    "hysteresis": (lambda value, _: _is_count(value, 1), "1 (every overflow lowers the scale) or more"),
+    "hysteresis_refill": (lambda value, _: value in ("step", "growth"), "'step' or 'growth'"),
+    "on_floor": (lambda value, _: value in get_args(OnFloor), "'raise', 'warn' or 'ignore'"),
+    "init_scale": (
+        lambda value, rule: (
+            isinstance(value, Real)
+            and rule.min_scale <= float(value) <= rule.max_scale
+            and _SMALLEST_SCALE <= float(value) <= LARGEST_SCALE
+        ),
+        "positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}, and from 2^-126 to 2^126: it is a"
+        " float32 number, and so is its inverse",
+    ),
+    "_growth_tracker": (lambda value, _: _is_count(value, 0), "a whole number of steps"),
+    # It goes below zero while overflows continue.
+    "_hysteresis_tracker": (lambda value, _: _is_count(value, None), "a whole number of steps"),
+    "_floor_tracker": (lambda value, _: _is_count(value, 0), "a whole number of steps"),
+    "scale": (
+        lambda value, _: isinstance(value, int | float) and (math.isnan(value) or value >= 0),
+        "a positive number",
+    ),
+}
+
+
+def _first_invalid(values: Mapping[str, Any], rule: ScaleRule) -> tuple[str, Any, str] | None:
+    """The first value that is out of range: its name, what it is and what is allowed; None if all are right.
+
+    >>> _first_invalid({"growth_interval": 0, "on_floor": "warn"}, ScaleRule())
     ('growth_interval', 0, 'a number of steps, 1 or more')
     """
-    growth, steps, overflows = rule.growth_factor, rule.growth_interval, rule.hysteresis
-    checks: tuple[tuple[str, object, Callable[[], bool], str], ...] = (
-        (
-            "growth_factor",
-            growth,
-            lambda: 1.0 < growth < math.inf,
-            "greater than 1; for a constant scale use LossScaler.static(scale)",
-        ),
-        (
-            "backoff_factor",
-            rule.backoff_factor,
-            lambda: 0.0 < rule.backoff_factor < 1.0,
-            "between 0 and 1, both excluded",
-        ),
-        ("growth_interval", steps, lambda: isinstance(steps, int) and steps >= 1, "a number of steps, 1 or more"),
-        (
-            "min_scale",
-            rule.min_scale,
-            lambda: 0.0 <= rule.min_scale <= rule.max_scale,
-            f"from 0 to max_scale={rule.max_scale!r}",
-        ),
-        (
-            "hysteresis",
-            overflows,
-            lambda: isinstance(overflows, int) and overflows >= 1,
-            "1 (every overflow lowers the scale) or more",
-        ),
-        (
-            "hysteresis_refill",
-            rule.hysteresis_refill,
-            lambda: rule.hysteresis_refill in ("step", "growth"),
-            "'step' or 'growth'",
-        ),
-        ("on_floor", on_floor, lambda: on_floor in get_args(OnFloor), "'raise', 'warn' or 'ignore'"),
-    )
-    for name, got, is_right, allowed in checks:
+    for name, (is_right, allowed) in _ALLOWED.items():
+        if name not in values:
+            continue
         try:
-            right = is_right()
+            right = is_right(values[name], rule)
         except TypeError:  # not a number
             right = False
         if not right:
-            return name, got, allowed
+            return name, values[name], allowed.format(rule=rule)
     return None
 
 
 def check_settings(rule: ScaleRule, init_scale: Any, on_floor: str) -> None:
     """Refuses settings of a LossScaler that are out of range."""
-    wrong = _first_invalid(rule, on_floor)
-    if wrong is None and not isinstance(init_scale, Real):
-        wrong = "init_scale", init_scale, "a number"
-    if wrong is None and not (
-        rule.min_scale <= init_scale <= rule.max_scale and _SMALLEST_SCALE <= init_scale <= LARGEST_SCALE
-    ):
-        allowed = (
-            f"positive and from min_scale={rule.min_scale!r} to {rule.max_scale!r}, and from 2^-126 to 2^126: it is a"
-            " float32 number, and so is its inverse"
-        )
-        wrong = "init_scale", init_scale, allowed
+    wrong = _first_invalid({**vars(rule), "init_scale": init_scale, "on_floor": on_floor}, rule)
     if wrong is not None:
         name, got, allowed = wrong
         raise ValueError(f"LossScaler({name}={got!r}) is not valid: {name} must be {allowed}.")
@@ -164,22 +159,14 @@ def check_settings(rule: ScaleRule, init_scale: Any, on_floor: str) -> None:
 
 def check_state(state: Mapping[str, Any], rule: ScaleRule, on_floor: object) -> None:
     """Refuses what no LossScaler and no GradScaler has written, before anything is changed by it."""
-    wrong = _first_invalid(rule, on_floor)
-    for name in ("_growth_tracker", "_hysteresis_tracker", "_floor_tracker"):
-        count = state.get(name, 0)
-        # The tracker of hysteresis goes below zero while overflows continue.
-        if wrong is None and not (isinstance(count, int) and (count >= 0 or name == "_hysteresis_tracker")):
-            wrong = name, count, "a whole number of steps"
-    scale = state["scale"]
-    if wrong is None and not (isinstance(scale, int | float) and (math.isnan(scale) or scale >= 0)):
-        wrong = "scale", scale, "a positive number"
+    wrong = _first_invalid({**state, **vars(rule), "on_floor": on_floor}, rule)
     if wrong is not None:
         name, got, allowed = wrong
         raise ValueError(
             f"The checkpoint's loss scaler has {name}={got!r}, which is not valid: {name} must be {allowed}. Load"
             " another checkpoint, or take the scaler's state out of this one."
         )
-    if math.isnan(scale):
+    if math.isnan(state["scale"]):
         raise ValueError(
             "The checkpoint's loss scale is nan: its weights and moments may contain nan as well. Load an earlier"
             " checkpoint, or take the scaler's state out of this one."

@@ -9,7 +9,7 @@ def evaluates_its_closure_once(kind: type[Optimizer]) -> bool:
     """Whether an optimizer's ``step`` is known to call its closure once, before anything else, or takes none.
 
     So do all of torch's but LBFGS, torchao's, lion-pytorch's, and :class:`~lightning_mp.JointOptimizer`. They need no
-    closure: it has run already. Whoever writes a ``step`` may do anything.
+    closure: it has run already. Any other ``step`` may do anything.
 
     >>> import torch
     >>> evaluates_its_closure_once(torch.optim.AdamW), evaluates_its_closure_once(torch.optim.LBFGS)

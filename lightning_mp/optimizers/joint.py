@@ -2,7 +2,7 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import Any
@@ -73,8 +73,7 @@ class JointOptimizer(Optimizer):
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], *, module: nn.Module | None = None) -> None:
-        self.optimizers = list(optimizers)
-        _check_optimizers(self.optimizers)
+        self.optimizers = _checked_optimizers(optimizers)
         _refuse_shared_parameters(self.optimizers, module)
         refuse_unknown_blocks(self.optimizers, knows=Muon)
         for index, optimizer in enumerate(self.optimizers):
@@ -316,12 +315,13 @@ def join_saved_states(checkpoint: dict[str, Any], optimizers: Sequence[Optimizer
         checkpoint["optimizer_states"] = [optimizers[0].joined_state_dict(states)]
 
 
-def _check_optimizers(optimizers: Sequence[Any]) -> None:
+def _checked_optimizers(given: Any) -> list[Optimizer]:
+    optimizers = list(given) if isinstance(given, Iterable) else []
     if not optimizers or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
-        got = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
+        got = ", ".join(type(each).__name__ for each in optimizers) if isinstance(given, Iterable) else "one alone"
         raise ValueError(
-            f"JointOptimizer: it takes a list of torch.optim optimizers, got {got}. For instance JointOptimizer([Muon("
-            "matrices), AdamW(rest)])."
+            f"JointOptimizer: it takes a list of torch.optim optimizers, got {got or 'none'}. For instance"
+            " JointOptimizer([Muon(matrices), AdamW(rest)])."
         )
     for optimizer in optimizers:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -331,6 +331,7 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
                 " which the other optimizers would have stepped or not. Use it alone, or an optimizer whose step needs"
                 " no closure."
             )
+    return optimizers
 
 
 def _refuse_another_optimizer(optimizer: Optimizer, settings: Sequence[AbstractSet[str]]) -> None:

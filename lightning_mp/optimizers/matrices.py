@@ -29,7 +29,7 @@ class MatricesAndRest(NamedTuple):
 
 
 class GroupsAndRest(NamedTuple):
-    """The same, with the matrices in parameter groups: those that are split into blocks alike are in one."""
+    """The same, with the matrices in parameter groups: those with the same split into blocks share one."""
 
     matrices: list[dict[str, Any]]
     rest: Named

@@ -92,7 +92,7 @@ def _step_together(optimizer: Muon, group: dict[str, Any], matrices: Sequence[DT
 def _apply(
     group: dict[str, Any], part: Tensor, update: Tensor, shape: torch.Size, begins: Sequence[int] = (0, 0)
 ) -> None:
-    """Takes the step in a matrix of this shape, or in the part of it that begins there."""
+    """Applies the update to a matrix of this shape, or to the part of it that begins there."""
     part.mul_(1 - float(group["lr"]) * group["weight_decay"])
     for lr, dim, ranges in learning_rates(group, shape):
         for start, end in ranges:

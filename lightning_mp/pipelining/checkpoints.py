@@ -18,7 +18,7 @@ from lightning_mp.modules.stage_placeholder import StageSplit
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """How an optimizer over the whole model and the one of this stage belong together."""
+    """Maps the parameters of an optimizer over the whole model to those of this stage's optimizer."""
 
     groups: tuple[tuple[int, ...], ...]  # for each parameter group of the whole, the numbers of its parameters
     names: tuple[str, ...]  # of all its parameters, in order

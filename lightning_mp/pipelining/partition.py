@@ -50,7 +50,7 @@ def split_model(
     *,
     materialize: Callable[[Sequence[nn.Module]], None] = lambda _: None,
 ) -> StageSplit:
-    """Takes the layers of other stages out of a whole model. What is in no layer stays on every stage."""
+    """Removes the layers of other stages from a whole model. Modules outside of the layers stay on every stage."""
     stages_of: dict[str, set[int]] = {}
     for index, layer in enumerate(layers):
         own = max(number for number, first in enumerate(splits) if first <= index)

@@ -9,20 +9,21 @@ from lightning_mp.flops.device_traits import DeviceTraits
 from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
 from lightning_mp.flops.throughput import bubble_fraction
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
-from lightning_mp.planning.layout_choice import ChipChoice, LayoutChoice, choose_chips, choose_layouts
-from lightning_mp.planning.memory.decoder_config import DecoderConfig, LatentAttention
-from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
-from lightning_mp.planning.parallelism.communication import communication_per_step
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallelism.parallel_plan import (
+from lightning_mp.planning.communication import ParallelLayout, communication_per_step
+from lightning_mp.planning.layouts import (
+    ChipChoice,
+    LayoutChoice,
     Machine,
     ParallelPlan,
+    choose_chips,
+    choose_layouts,
     find_machine,
     known_machines,
     plan_parallelism,
     usual_layouts,
 )
+from lightning_mp.planning.memory.decoder_config import DecoderConfig, DecoderSize, LatentAttention
+from lightning_mp.planning.memory.decoder_memory import DecoderMemory, decoder_memory, largest_micro_batch
 from lightning_mp.planning.scaling_laws.fit import ScalingLawFit, fit_scaling_law
 from lightning_mp.planning.scaling_laws.fit_plot import draw_fit
 from lightning_mp.planning.scaling_laws.optimum import (
@@ -66,7 +67,6 @@ __all__ = [
     "LayoutChoice",
     "Machine",
     "MemoryEstimate",
-    "MemoryLayout",
     "ParallelLayout",
     "ParallelPlan",
     "ParametricLaw",

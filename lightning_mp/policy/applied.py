@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -47,11 +47,12 @@ class AppliedPolicy:
         self._forwards.undo()
 
 
-def read_policy(policy: PolicyLike | None, scaler: object, instead: str) -> PrecisionPolicy | None:
-    """The policy that a plugin was given, as an object or as its rules."""
+def read_policy(policy: PolicyLike | Literal["default"] | None, scaler: object, instead: str) -> PrecisionPolicy | None:
+    """The policy that a plugin was given: as an object, as its rules, or the default one by that word."""
     if policy is None:
         return None
-    policy = policy if isinstance(policy, PrecisionPolicy) else PrecisionPolicy(policy)
+    if not isinstance(policy, PrecisionPolicy):
+        policy = PrecisionPolicy.default() if policy == "default" else PrecisionPolicy(policy)
     if scaler is None and torch.float16 in policy.dtypes:
         rules = ", ".join(str(rule) for rule in policy.rules if rule.dtype == torch.float16)
         raise MisconfigurationException(

@@ -91,7 +91,10 @@ class PrecisionPolicy:
 
     @override
     def __repr__(self) -> str:
-        return f"PrecisionPolicy([{', '.join(f'({rule.text!r}, {dtype_name(rule.dtype)!r})' for rule in self.rules)}])"
+        from lightning_mp.core.misplaced_parts import place_hint  # of use in errors only
+
+        rules = ", ".join(f"({rule.text!r}, {dtype_name(rule.dtype)!r})" for rule in self.rules)
+        return f"PrecisionPolicy([{rules}]){place_hint(self, 'a policy: use AutocastPrecision(..., policy=...)')}"
 
     @property
     def dtypes(self) -> frozenset[Dtype]:

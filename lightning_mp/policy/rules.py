@@ -67,10 +67,10 @@ PolicyRules = Mapping[Any, Any] | Iterable[Rule | Sequence[Any]]
 
 def parse_rules(rules: PolicyRules) -> tuple[Rule, ...]:
     """Reads rules from a mapping of pattern to dtype, or from pairs; what is a rule already stays as it is."""
-    if not isinstance(rules, Iterable):
+    if not isinstance(rules, Iterable) or isinstance(rules, str):
         raise TypeError(
             f"A policy is a mapping of patterns to dtypes, or pairs of them, and got {rules!r}. Write it as in"
-            " {'head': 'fp32'}."
+            " {'head': 'fp32'}; a plugin's policy may also be 'default' or None."
         )
     pairs = list(rules.items()) if isinstance(rules, Mapping) else list(rules)
     if not pairs:

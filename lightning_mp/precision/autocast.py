@@ -11,8 +11,9 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mp.core.arguments import true_or_false
+from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.messages import listed
-from lightning_mp.core.precisions import AUTOCAST_DTYPES
+from lightning_mp.core.precisions import AUTOCAST_DTYPES, MASTER_DTYPES
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
@@ -33,7 +34,7 @@ class AutocastPrecision(FullWeightsPrecision):
 
     A drop-in for Lightning's ``MixedPrecision`` and ``FSDPPrecision``::
 
-        trainer = L.Trainer(plugins=[AutocastPrecision("16-mixed")])
+        trainer = pl.Trainer(plugins=[AutocastPrecision("16-mixed")])
 
     Args:
         precision: "16-mixed" or "bf16-mixed".
@@ -42,7 +43,9 @@ class AutocastPrecision(FullWeightsPrecision):
             plugin calls its ``scale`` and ``update`` and saves its state, but unscales and steps itself. Not allowed
             with "bf16-mixed".
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: modules and operations that run in
-            a dtype other than the one autocast would choose. The resolved rules are printed at set-up.
+            a dtype other than the one autocast would choose; "default" is
+            :meth:`PrecisionPolicy.default() <lightning_mp.PrecisionPolicy.default>`. The resolved rules are printed at
+            set-up.
         eval_precision: precision of validation, test and predict steps; None uses that of training. "32-true" turns
             autocast off; weights stored in 16 bit still compute in 16 bit, with a warning.
         fp32_eval_outputs: True casts what the module and its children return to validation, test and predict steps, and
@@ -78,19 +81,16 @@ class AutocastPrecision(FullWeightsPrecision):
         device: str | None = None,
         scaler: "torch.amp.GradScaler | None" = None,
         *,
-        policy: PolicyLike | None = None,
+        policy: PolicyLike | Literal["default"] | None = None,
         eval_precision: Literal["32-true", "16-mixed", "bf16-mixed"] | None = None,
         fp32_eval_outputs: bool = False,
         cache_weights: bool = False,
         weight_by: Literal["loss"] | None = "loss",
     ) -> None:
-        if precision not in tuple(AUTOCAST_DTYPES):
-            true = precision in ("bf16-true", "16-true")
-            raise ValueError(
-                f"AutocastPrecision(precision={precision!r}) is unknown; it must be one of {tuple(AUTOCAST_DTYPES)}."
-                + (f" 16-bit weights are MasterWeightsPrecision({precision!r})'s." if true else "")
-                + " For fp32 leave the plugin out: Trainer(precision='32-true')."
-            )
+        of_masters = f" For 16-bit copies of weights use MasterWeightsPrecision({precision!r})."
+        in_fp32 = " For fp32 leave the plugin out: Trainer(precision='32-true')."
+        hint = of_masters if precision in tuple(MASTER_DTYPES) else in_fp32
+        refuse_unknown(precision, "precision", "AutocastPrecision", AUTOCAST_DTYPES, hint=hint)
         if scaler is not None and precision == "bf16-mixed":
             raise MisconfigurationException(
                 f"AutocastPrecision('bf16-mixed') takes no scaler, got {type(scaler).__name__}: bf16 has the range of"
@@ -234,9 +234,6 @@ def _check_device_and_scaler(device: object, scaler: object) -> None:
 
 
 def _checked_eval_precision(precision: str) -> str:
-    if precision not in _EVAL_PRECISIONS:
-        raise ValueError(
-            f"AutocastPrecision(eval_precision={precision!r}) is unknown; it must be one of {_EVAL_PRECISIONS}, or None"
-            " for the precision of training."
-        )
+    hint = " None is the precision of training."
+    refuse_unknown(precision, "eval_precision", "AutocastPrecision", _EVAL_PRECISIONS, hint=hint)
     return precision

@@ -41,7 +41,7 @@ from lightning_mp.optimizer_step.closures import refuse_closures_under_a_scale
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.loss_scaler import ANOMALIES_UNDER_A_SCALE, check_saved_scaler
 from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gradients_before_backward, update_scale
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome_dispatcher import StepOutcomeDispatcher
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards
 from lightning_mp.optimizers.adam_moments import refuse_bf16_moments
 from lightning_mp.optimizers.joint import JointOptimizer, join_saved_states

@@ -12,9 +12,11 @@ from typing_extensions import override
 from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.float8_gains import SMALLEST_GAIN, UNCOMPILED_FP8
+from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
 from lightning_mp.policy.float8_layers import (
+    DIMENSION_MULTIPLE,
     Float8Layer,
     Float8Skip,
     check_skip,
@@ -23,16 +25,17 @@ from lightning_mp.policy.float8_layers import (
 )
 from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.precision.autocast_context import AutocastRun
-from lightning_mp.precision.fp8.conversion import Float8Conversion, Float8Recipe, convert_to_float8, float8_config
+from lightning_mp.precision.fp8.conversion import (
+    RECIPES,
+    Float8Conversion,
+    Float8Recipe,
+    convert_to_float8,
+    float8_config,
+)
 from lightning_mp.precision.full_weights import FullWeightsPrecision
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision as FSDPMixedPrecision
-from typing import TYPE_CHECKING
-
-from lightning_mp.policy.float8_layers import DIMENSION_MULTIPLE
-
-if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 _OTHERWISE = "Use AutocastPrecision('bf16-mixed'), or emulate=True to try out the numerics of fp8, slowly."
@@ -108,7 +111,7 @@ class Float8Precision(FullWeightsPrecision):
 
     ::
 
-        trainer = L.Trainer(plugins=[Float8Precision(skip=["*.router"])])
+        trainer = pl.Trainer(plugins=[Float8Precision(skip=["*.router"])])
 
     At set-up the chosen ``nn.Linear`` layers become torchao's fp8 layers, in place: parameters, names, tying, hooks and
     ``requires_grad`` stay (:func:`~lightning_mp.precision.fp8.conversion.convert_to_float8`). When the Trainer
@@ -161,13 +164,14 @@ class Float8Precision(FullWeightsPrecision):
         emulate: bool | None = None,
         skip_first_and_last: bool = True,
         skip_small: bool = True,
-        policy: PolicyLike | None = None,
+        policy: PolicyLike | Literal["default"] | None = None,
         weight_by: Literal["loss"] | None = "loss",
     ) -> None:
         super().__init__("fp8-mixed", None, weight_by)  # Lightning has no such name
         owner = "Float8Precision"
         if emulate is not None:
             true_or_false(emulate, "emulate", owner, hint="None, the default, is False.")
+        refuse_unknown(recipe, "recipe", owner, RECIPES)
         self._config = float8_config(recipe, emulate=bool(emulate))
         self.recipe = recipe
         self.skip = check_skip(skip)

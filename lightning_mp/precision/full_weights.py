@@ -4,15 +4,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp.core.messages import listed
+from lightning_mp.core.precisions import HALF_DTYPES, low_dtype
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.base import GradientStepPrecision
+
+# PEFT itself casts adapters, and leaves modules_to_save as they were loaded.
+_CAST_TRAINED = " Where the rest is frozen, cast only what is trained: p.data = p.data.float()."
 
 
 def lost_updates(weight: Tensor, size: float) -> int:
@@ -57,8 +61,8 @@ class TrainableDtypeCheck:
             raise MisconfigurationException(
                 f"{self._plugin} trains fp32 weights, but {len(parameters)} of {trained} trainable parameters are"
                 f" fp16: {self._listed(parameters)}. Adam would produce NaN. Load the model in fp32"
-                " (from_pretrained(..., dtype=torch.float32)), or use MasterWeightsPrecision('16-true'). Frozen weights"
-                " may stay fp16: with PEFT leave autocast_adapter_dtype=True."
+                " (from_pretrained(..., dtype=torch.float32)), or use MasterWeightsPrecision('16-true')."
+                + _CAST_TRAINED
             )
 
     def _warn_about_bf16(self, trained: list[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -74,8 +78,7 @@ class TrainableDtypeCheck:
             f"{self._plugin} trains fp32 weights, but {len(trained)} trainable parameters are bf16:"
             f" {self._listed([parameter for parameter, _ in trained])}. A step is rounded away in {lost:,} of"
             f" {elements:,} elements. Load the model in fp32 (from_pretrained(..., dtype=torch.float32)), or use"
-            " MasterWeightsPrecision('bf16-true'). Frozen weights may stay bf16: with PEFT leave"
-            " autocast_adapter_dtype=True."
+            f" MasterWeightsPrecision('bf16-true').{_CAST_TRAINED}"
         )
 
 
@@ -92,10 +95,23 @@ class FullWeightsPrecision(GradientStepPrecision):
             MisconfigurationException: if trainable weights are fp16.
         """
         result = super().connect(model, optimizers, lr_schedulers)
+        self._tell_of_frozen_weights()
         if self._run.is_fit:
             for optimizer in optimizers:
                 self._connect_late(optimizer)
         return result
+
+    def _tell_of_frozen_weights(self) -> None:
+        """Those in the other 16-bit format; a norm on a CPU raises torch's "mixed dtype" error for them."""
+        low = low_dtype(str(self.precision))
+        named = self._run.trainer.lightning_module.named_parameters()
+        other = [name for name, p in named if not p.requires_grad and p.dtype in HALF_DTYPES and p.dtype != low]
+        if low is not None and other:
+            rank_zero_info(
+                f"{type(self).__name__}({self.precision!r}) computes in {low}, and {len(other)} frozen weights are in"
+                f" the other 16-bit format ({listed(other)}): they are cast at each use, and a norm on a CPU raises"
+                f" torch's error about a mixed dtype. Load them with dtype={low}."
+            )
 
     @override
     def _connect_late(self, optimizer: Optimizer) -> None:

@@ -29,7 +29,7 @@ from lightning_mp.optimizer_step.closures import StepClosure
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.gradient_observers import clips_by_itself, gradient_consumers
 from lightning_mp.optimizer_step.loss_scaler import LossScaleFloorError
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher, StepReport
+from lightning_mp.optimizer_step.outcome_dispatcher import StepOutcomeDispatcher, StepReport
 from lightning_mp.optimizer_step.scaled_backwards import ScaledBackwards, unscaled_gradients
 from lightning_mp.optimizers.evaluations import evaluates_its_closure_once
 from lightning_mp.tokens.counter import LOSSES
@@ -148,7 +148,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     if plan.scaler is not None and not epilogue.anyone_has_scaled() and epilogue.anyone_has_gradients():
         raise unscaled_gradients(plan.optimizer, plan.plugin, plan.scaler.get_scale())
 
-    # Decide and plan: from here on every rank knows whether the step is skipped, and the factor for its gradients.
+    # Decide and plan: after this every rank knows whether the step is skipped, and the factor for its gradients.
     normalisation = controller.close_window(totals) if controller is not None else None
     step.has_no_items = totals[LOSSES] == 0 if totals is not None and trainer.world_size > 1 else None
     by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE

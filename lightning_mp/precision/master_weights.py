@@ -28,7 +28,7 @@ from lightning_mp.gradients.replication import all_hold_the_same
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 from lightning_mp.policy.applied import fsdp_mixed_precision, read_policy
-from lightning_mp.policy.policy import PolicyLike, PrecisionPolicy
+from lightning_mp.policy.policy import PolicyLike
 from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.precision.autocast_context import AutocastRun, warn_about_emulated_bf16
 from lightning_mp.precision.base import GradientStepPrecision, PluginRun
@@ -79,7 +79,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     "bf16-true" and "16-true", which lose an update smaller than half the last bit of a weight (1e-3 for a bf16 weight
     of 1)::
 
-        trainer = L.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
+        trainer = pl.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
 
     Parameters are fp32 for steps, hooks, callbacks, optimizers and checkpoints; only inside of a module call the
     module's weights are 16-bit copies of them (:mod:`lightning_mp.precision.masters.lent_weights`). Target networks,
@@ -163,8 +163,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         self.fp32_checkpoints = True
         self._announces_policy = policy != "default"
         self._split_weights: list[str] = []  # of the last fit
-        given = PrecisionPolicy.default() if isinstance(policy, str) and policy == "default" else policy
-        self.policy = read_policy(given, self.scaler, "MasterWeightsPrecision('16-true')")
+        self.policy = read_policy(policy, self.scaler, "MasterWeightsPrecision('16-true')")
 
     @property
     def dtype(self) -> torch.dtype:

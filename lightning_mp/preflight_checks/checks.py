@@ -145,7 +145,7 @@ def check_weights_in_16_bit(found: Found) -> Iterator[PreflightFinding]:
                 " of them: small updates are lost"
                 + (", and Adam's epsilon and small second moments are 0." if dtype == "float16" else "."),
                 (
-                    "Cast the trainable ones alone: p.data = p.data.float() (PEFT: autocast_adapter_dtype=True), or use"
+                    "Cast the trainable ones alone: p.data = p.data.float() (PEFT leaves modules_to_save), or use"
                     if has_frozen
                     else "Load the model in fp32 (dtype=torch.float32, or module.float()), or use"
                 )
@@ -365,7 +365,8 @@ def check_frozen_statistics(found: Found) -> Iterator[PreflightFinding]:
             "frozen_statistics",
             f"The weights of {len(layers)} BatchNorm layers are frozen, and their running statistics are not"
             f" ({listed(layers, 3)}): they follow the new data, and the frozen part does not stay what it was.",
-            "Call .eval() on the frozen part in on_train_epoch_start as well.",
+            "Call .eval() on the frozen part in on_train_epoch_start as well, unless it is a teacher that your code"
+            " updates and that uses the statistics of its batches (BYOL, MoCo).",
         )
 
 

@@ -146,7 +146,7 @@ class LoaderPosition:
         self._iterator = None
 
     def restore_generators(self, state: Mapping[str, Any]) -> None:
-        """Puts the loader's own generators where they stood when the state was made."""
+        """Restores the loader's own generators to their state at the time of the saved position."""
         for generator, saved in zip(self._generators(), state["generators"], strict=True):
             generator.set_state(saved)
 
@@ -210,7 +210,7 @@ class LoaderPosition:
     # -- indices -------------------------------------------------------------------------------------------------------
 
     def indices(self) -> Iterator[Any]:
-        """Those of an iterator that is being made or, with workers that persist, begins anew."""
+        """Those of an iterator that is being created or, with persistent workers, reset."""
         resume = self._resume
         if not self._is_being_made:
             self._resume = None

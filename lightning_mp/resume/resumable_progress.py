@@ -83,7 +83,7 @@ class ResumableProgress(Callback):
 
     @classmethod
     def attach(cls, trainer: "pl.Trainer") -> "ResumableProgress":
-        """Puts one in front of the Trainer's callbacks if there is none."""
+        """Adds one before the Trainer's callbacks if there is none."""
         run = RunState.of(trainer)
         found = run.callback(cls)
         if found is not None:
@@ -131,7 +131,7 @@ class ResumableProgress(Callback):
         self._fit.is_tuning = is_tuning
 
     def _forget_loader_states(self, trainer: "pl.Trainer") -> None:
-        """A finder's trials have loaders of their own, and those afterwards begin anew, as in Lightning."""
+        """A finder's trials use separate loaders, and the fit after them starts its loaders again, as in Lightning."""
         if self.is_tuning:
             private_resume_api.forget_loader_states(trainer)
 
@@ -152,7 +152,7 @@ class ResumableProgress(Callback):
         fit = self._fit
         private_resume_api.load_late_states(trainer)
         if private_resume_api.end_resumed_epoch(trainer):
-            fit.at_start = []  # the next epoch begins anew
+            fit.at_start = []  # the next epoch starts at its first batch
         private_resume_api.end_resumed_batch(trainer)
         goes_back = saves_on_exception(trainer)
 

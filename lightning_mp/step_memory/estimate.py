@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_mp.core import private_sharding_api
@@ -182,6 +183,8 @@ def estimate_memory(
     """
     row = find_precision(precision)
     _check(module, strategy, ranks, units, device_type)
+    if batch is None or isinstance(batch, DataLoader):
+        raise ValueError(f"`batch` must be one batch, got {type(batch).__name__}. Pass next(iter(loader)).")
     window = _window(module, accumulate_grad_batches)
     if sync not in get_args(GradientSync):
         raise ValueError(f"`sync` {sync!r} is not known. Use one of {', '.join(get_args(GradientSync))}.")

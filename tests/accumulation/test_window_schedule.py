@@ -83,7 +83,7 @@ def test_quantities_are_read_as_people_and_yaml_write_them() -> None:
         ({}, "needs one of schedule, target_samples and target_tokens, and got none"),
         ({"schedule": {0: 1}, "target_samples": 8}, "and got schedule, target_samples"),
         ({"schedule": {0: 1}, "ramp": "linear"}, "ramp='linear'. is for target_samples and target_tokens"),
-        ({"target_samples": 8, "ramp": "cosine"}, "ramp='cosine' is unknown; it must be one of"),
+        ({"target_samples": 8, "ramp": "cosine"}, "ramp='cosine'. is unknown; it must be one of"),
         ({"target_samples": {10: 8}}, "The first target batch is given from epoch 10 on, and nothing before it"),
         (
             {"target_tokens": 0},

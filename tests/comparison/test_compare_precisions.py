@@ -339,7 +339,10 @@ class NoBatches:
     [
         ({"precisions": "bf16-mixed"}, r'must be several, got .bf16-mixed.. Pass \("32-true", .bf16-mixed.\)'),
         ({"precisions": ["32-true"]}, "must be two or more, the baseline first, got 1"),
-        ({"precisions": ["32-true", "bf16"]}, "has 'bf16'. Known names are 64-true, 32-true"),
+        (
+            {"precisions": ["32-true", "bf16"]},
+            "has 'bf16'. Did you mean 'bf16-mixed'\\? Known names are 64-true, 32-true",
+        ),
         ({"precisions": ["32-true", "32-true"]}, "has '32-true' twice. Name them: "),
         ({"precisions": ["32-true", 16]}, "has 16 of type int. Pass a name, a precision plugin, or a function"),
         ({"steps": 0}, "`steps` must be a whole number, 1 or more, got 0"),

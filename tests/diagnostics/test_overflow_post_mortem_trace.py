@@ -23,7 +23,7 @@ from torch import nn
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, OverflowPostMortem
 from lightning_mp.diagnostics.overflow.replay import Replay
-from lightning_mp.optimizer_step.outcome import StepOutcomeDispatcher
+from lightning_mp.optimizer_step.outcome_dispatcher import StepOutcomeDispatcher
 
 pytestmark = pytest.mark.filterwarnings("ignore:Optimizer step:RuntimeWarning")
 

@@ -51,6 +51,6 @@ def test_the_model_of_the_page_trains_on_two_stages_as_on_one_process():
 
 def test_the_trainer_of_the_page_is_built():
     built = {}
-    exec(code()[1].replace("L.Trainer(", "Trainer("), {"Trainer": built.update})
+    exec(code()[1].replace("pl.Trainer(", "Trainer("), {"Trainer": built.update})
     assert isinstance(built["strategy"], PipelineParallelStrategy)
     assert (built["strategy"].stages, built["strategy"].microbatches, built["devices"]) == (2, 8, 4)

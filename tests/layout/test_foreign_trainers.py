@@ -112,14 +112,14 @@ def test_a_pytorch_lightning_trainer_is_told_which_import_a_callback_needs(
 @pytest.mark.parametrize("part", [FSDP2Strategy, PipelineParallelStrategy, lambda: ReducedPrecisionDDPStrategy("bf16")])
 def test_a_pytorch_lightning_trainer_is_told_which_import_a_strategy_needs(part: Callable[[], Any]) -> None:
     strategy = part()
-    message = rf"invalid strategy name.*{type(strategy).__name__}, a strategy for lightning\.pytorch: with it {ADVICE}"
+    message = rf"invalid strategy name.*{type(strategy).__name__} \(a strategy for lightning\.pytorch: with it {ADVICE}"
     with pytest.raises(ValueError, match=message):
         other_trainer(strategy=strategy)
     assert "import" not in repr(strategy)
 
 
 def test_a_pytorch_lightning_trainer_is_told_which_import_the_checkpoint_plugin_needs() -> None:
-    message = rf"AtomicCheckpointIO, a checkpoint plugin for lightning\.pytorch: with it {ADVICE}"
+    message = rf"AtomicCheckpointIO \(a checkpoint plugin for lightning\.pytorch: with it {ADVICE}"
     with pytest.raises(Exception, match=message):
         other_trainer(plugins=[AtomicCheckpointIO()])
     assert "import" not in str(AtomicCheckpointIO())

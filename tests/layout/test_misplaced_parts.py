@@ -46,6 +46,7 @@ BELONGS = {
     "a precision plugin: use Trainer(plugins=[...])": PLUGINS,
     "a strategy: use Trainer(strategy=...)": STRATEGIES,
     "AutocastPrecision('16-mixed', scaler=...)": [LossScaler],
+    "a policy: use AutocastPrecision(..., policy=...)": [PrecisionPolicy.default],
 }
 PARTS = [(make, place) for place, parts in BELONGS.items() for make in parts]
 

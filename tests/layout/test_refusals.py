@@ -119,7 +119,8 @@ def test_the_schedule_that_a_refusal_shows_is_taken() -> None:
 )
 def test_an_unknown_unit_or_weight_is_refused(arguments: Any, allowed: tuple[str, ...]) -> None:
     ((name, value),) = arguments.items()
-    message = rf"{name}={value!r}\)? is unknown; it must be one of {re.escape(str(allowed))}\.$"
+    words, meant = re.escape(str(allowed)), repr(value[:-1])
+    message = rf"Scheduler\({name}={value!r}\) is unknown; it must be one of {words}\. Did you mean {meant}\?$"
     with pytest.raises(ValueError, match=message):
         AccumulationScheduler({0: 2}, **arguments)
     for option in allowed:

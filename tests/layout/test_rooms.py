@@ -217,9 +217,9 @@ def test_only_the_seams_touch_private_names_of_lightning_and_torch():
 
 # -- what one reads to own a part: its file, those that it imports at module level, and theirs -------------------------
 
-MEAN_LINES, MONITOR_LINES = 5_000, 5_000
+MEAN_LINES, MONITOR_LINES = 5_000, 4_500
 # It has micro-batches counted in any run, and so puts the accumulation controller among the callbacks.
-MFU_MONITOR_LINES = 9_750
+MFU_MONITOR_LINES = 9_250
 PARTS = {
     name: module
     for module in MODULES

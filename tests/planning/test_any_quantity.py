@@ -13,7 +13,6 @@ from lightning_mp.planning import (
     LAWS,
     DecoderConfig,
     DecoderSize,
-    MemoryLayout,
     ParallelLayout,
     find_chip,
     flops_per_token,
@@ -42,7 +41,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "inference_aware_optimum": {"law": LAW, "parameters": 1e9, "tokens": 2e10, "inference_tokens": 1e12},
     "largest_micro_batch": {
         "config": CONFIG,
-        "layout": MemoryLayout(),
+        "layout": ParallelLayout(),
         "memory_bytes": 8e10,
         "context_tokens": 128,
         "precision": "bf16-mixed",

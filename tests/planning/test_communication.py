@@ -19,9 +19,8 @@ from wire_counter import Collective, CollectiveCounter, socket_bytes_sent
 
 from lightning_mp import AccumulationScheduler, ActivationCheckpointing, AutocastPrecision, MasterWeightsPrecision
 from lightning_mp.language_model.gpt import Block
-from lightning_mp.planning.parallelism.communication import Transfer, communication_per_step
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.communication import ParallelLayout, Transfer, communication_per_step
+from lightning_mp.planning.memory.decoder_config import DecoderSize
 from lightning_mp.strategies import ReducedPrecisionDDPStrategy
 
 CONFIG = runs.model().model.config
@@ -252,7 +251,7 @@ def test_tensor_parallelism_sends_activations(shards, micro_batches, sequence, s
 def test_recomputed_blocks_reduce_attention_again(sequence):
     plan = "auto_sequence" if sequence else "auto"
     seen = counted(lambda: runs.fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan), 2, recomputed=True)
-    due = by_formula(ParallelLayout(tensor=2), sequence_parallel=sequence, recomputed=True)
+    due = by_formula(ParallelLayout(tensor=2, checkpointed=True), sequence_parallel=sequence)
     assert seen == due + agreements(2, copies=1)
 
 
@@ -360,7 +359,9 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="12 ranks that are 1 apart do not fill nodes of 8 GPUs evenly"):
         Transfer("gradients", "all_reduce", 8, 12).bytes_by_link(8)
     two = ParallelLayout(shards=2)
-    with pytest.raises(ValueError, match="`precision` 'fp8' is not known. Use one of 32-true"):
+    with pytest.raises(
+        ValueError, match="`precision` 'fp8' is not known. Did you mean 'fp8-mixed'\\? Use one of 32-true"
+    ):
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, precision="fp8")
     with pytest.raises(ValueError, match="Unknown `gradient_sync` 'step'. Use one of window, micro_batch"):
         communication_per_step(SIZE, two, tokens_per_micro_batch=8, gradient_sync="step")  # type: ignore[arg-type]

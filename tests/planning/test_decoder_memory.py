@@ -12,7 +12,6 @@ from lightning_mp import estimate_memory
 from lightning_mp.__main__ import main
 from lightning_mp.planning import (
     DecoderConfig,
-    MemoryLayout,
     ParallelLayout,
     choose_layouts,
     decoder_memory,
@@ -47,7 +46,7 @@ def test_a_token_of_a_mixture_meets_two_experts():
 def test_states_of_zero_are_those_of_its_first_figure():
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 GPUs, 120 GB whole and 1.9 GB in shards."""
     config = DecoderConfig(layers=36, width=4096, vocabulary=51200, gated=False, tied_head=True)
-    layouts = [MemoryLayout(ParallelLayout(copies=64)), MemoryLayout(ParallelLayout(shards=64))]
+    layouts = [ParallelLayout(copies=64), ParallelLayout(shards=64)]
     for layout, gigabytes in zip(layouts, (120, 1.9), strict=True):
         parts = decoder_memory(config, layout, context_tokens=1, precision="16-true").bytes_by_part
         states = sum(parts[name] for name in STATES)
@@ -64,7 +63,7 @@ def test_a_block_saves_the_published_bytes_per_token(tensor, sequence, bytes_per
 
 def test_a_pipeline_holds_as_many_micro_batches_as_it_has_stages():
     def activations(**arguments):
-        layout = MemoryLayout(ParallelLayout(stages=8))
+        layout = ParallelLayout(stages=8)
         return decoder_memory(LLAMA_2_7B, layout, context_tokens=4096, **arguments).bytes_by_part["activations"]
 
     ends = 4 * 4 * 4096 * 4096  # what the first and the last stage save outside of blocks, at most
@@ -75,7 +74,7 @@ def test_a_pipeline_holds_as_many_micro_batches_as_it_has_stages():
 
 def test_recomputed_blocks_keep_their_inputs_only():
     kept, again = (
-        decoder_memory(LLAMA_2_7B, MemoryLayout(checkpointed=c), sequences=4, context_tokens=4096)
+        decoder_memory(LLAMA_2_7B, ParallelLayout(checkpointed=c), sequences=4, context_tokens=4096)
         for c in (False, True)
     )
     assert again.bytes_by_part["activations"] < 0.15 * kept.bytes_by_part["activations"]
@@ -106,11 +105,11 @@ def test_layouts_that_do_not_fit_come_last():
     verdicts = [choice.verdict for choice in choices]
     assert verdicts == sorted(verdicts, key=("fits", "may fit", "does not fit").index)
     assert {"fits", "does not fit"} <= set(verdicts)
-    assert choices[-1].layout.layout == ParallelLayout(copies=64)
+    assert choices[-1].layout == ParallelLayout(copies=64)
     assert all((choice.largest_micro_batch > 0) == (choice.verdict == "fits") for choice in choices)
     nothing = choose_layouts(LLAMA_3_405B, 8, machine=find_machine("DGX H100"), memory_bytes=80e9)
     assert {choice.verdict for choice in nothing} == {"does not fit"}
-    assert nothing[0].layout.layout.copies == 1, "whole copies are the worst of what does not fit"
+    assert nothing[0].layout.copies == 1, "whole copies are the worst of what does not fit"
 
 
 def test_inference_makes_a_smaller_model_pay():

@@ -15,9 +15,9 @@ import pytest
 from started_python import plain_environment
 
 from lightning_mp.__main__ import main
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallelism.parallel_plan import ParallelPlan, plan_parallelism
+from lightning_mp.planning.communication import ParallelLayout
+from lightning_mp.planning.layouts import ParallelPlan, plan_parallelism
+from lightning_mp.planning.memory.decoder_config import DecoderSize
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "many_nodes.md").read_text()
 LLAMA_2_7B = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from lightning_mp.flops.hardware import find_chip
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallelism.parallel_plan import (
+from lightning_mp.planning.communication import ParallelLayout
+from lightning_mp.planning.layouts import (
     Machine,
     ParallelPlan,
     find_machine,
@@ -15,6 +14,7 @@ from lightning_mp.planning.parallelism.parallel_plan import (
     plan_parallelism,
     usual_layouts,
 )
+from lightning_mp.planning.memory.decoder_config import DecoderSize
 
 SIZE = DecoderSize.of(6_738_415_616, layers=32, width=4096, vocabulary=32000)
 

@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
-from lightning_mp.planning.parallelism.parallel_plan import Machine, bubble_fraction, plan_parallelism
+from lightning_mp.planning.communication import ParallelLayout
+from lightning_mp.planning.layouts import Machine, bubble_fraction, plan_parallelism
+from lightning_mp.planning.memory.decoder_config import DecoderSize
 
 _SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 _GRID = [(stages, micro_batches) for stages in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 4, 7, 16)]

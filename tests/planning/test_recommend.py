@@ -157,6 +157,16 @@ def test_what_does_not_fit_is_told_how_many_gpus_would_do():
     assert recommend("A100", model=LLAMA_8B, goal="finetune", gpus=enough // 2).fits is not True
 
 
+@pytest.mark.parametrize(("device", "parameters", "verdict"), [("T4", 7e9, "does not fit"), ("V100", 3e9, "may fit")])
+def test_where_it_is_not_sure_to_fit_the_layout_that_keeps_least_is_advised(device, parameters, verdict):
+    model = DecoderConfig.of_parameters(parameters)
+    answer = recommend(device, model=model, gpus=2, context_tokens=1024)
+    assert answer.choice("memory").value == verdict
+    assert answer.choice("strategy").value == 'FSDP2Strategy(shard="auto")'
+    assert "ActivationCheckpointing" in answer.choice("checkpointing").value
+    assert answer.choice("memory").reason.startswith("FSDP 2, checkpointed, one sequence of 1,024 tokens")
+
+
 def test_what_is_sharded_is_told_per_gpu_beside_what_one_has():
     reason = recommend("h100", gpus=64, model="70B").choice("memory").reason
     assert "keep 1043 GiB (16 bytes each), 16.3 GiB on each of 64; one H100 SXM has 74.5 GiB (80 GB)." in reason

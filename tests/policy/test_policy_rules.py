@@ -1,13 +1,14 @@
 """What rules of a policy mean, which one wins, and what is refused. Pure: no Trainer, no forward."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_mp import PrecisionPolicy
+from lightning_mp import AutocastPrecision, Float8Precision, PrecisionPolicy
 from lightning_mp.modules.names import named_modules
 from lightning_mp.policy import resolved
 from lightning_mp.policy.operations import FAMILIES, KNOWN_OPERATIONS
@@ -227,3 +228,8 @@ def test_the_policy_reads_back_from_its_repr():
 def test_rules_can_be_put_before_those_of_another_policy():
     policy = PrecisionPolicy({"head": "fp32"})
     assert PrecisionPolicy([(nn.Linear, "fp32"), *policy.rules]).rules[1:] == policy.rules
+
+
+@pytest.mark.parametrize("plugin", [partial(AutocastPrecision, "bf16-mixed"), Float8Precision])
+def test_every_plugin_takes_the_default_policy_by_its_name(plugin):
+    assert repr(plugin(policy="default").policy) == repr(PrecisionPolicy.default())

@@ -1,5 +1,6 @@
 """Plugins that train fp32 weights, over a model whose trainable weights are 16 bit."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -115,3 +116,26 @@ def test_an_optimizer_of_another_model_is_named(plugin: Any) -> None:
     text = r"none of the 4 trainable parameters of TrainsAnother is in its optimizer, .* from self.parameters\(\)"
     with pytest.warns(UserWarning, match=text):
         fit(plugin, TrainsAnother(torch.float32, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("plugin", "base", "said"),
+    [
+        ("16-mixed", torch.bfloat16, 1),
+        ("16-mixed", torch.float16, 0),
+        ("bf16-mixed", torch.float16, 1),
+        ("fp8", torch.float16, 1),
+        ("fp8", torch.bfloat16, 0),
+    ],
+)
+def test_frozen_weights_in_the_other_16_bit_format_are_said(
+    plugin: str, base: torch.dtype, said: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's error about a norm of such weights on a CPU names neither the weights nor a cure."""
+    lines: list[str] = []
+    monkeypatch.setattr("lightning_mp.precision.full_weights.rank_zero_info", lines.append)
+    fit(PLUGINS[plugin](), Adapted(base, torch.float32, freeze=True), max_epochs=1)
+    assert len(lines) == said
+    low = torch.float16 if plugin == "16-mixed" else torch.bfloat16
+    cure = rf"2 frozen weights are in the other 16-bit format \(base.weight, base.bias\): .* with dtype={low}\.$"
+    assert all(re.search(cure, line) for line in lines)

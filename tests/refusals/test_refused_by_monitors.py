@@ -85,7 +85,7 @@ REFUSED = {
         ({"peak_flops": NAN}, "must be a positive finite number"),
         ({"window": 0}, r"MFUMonitor\(window=0\): it must be a whole number of optimizer steps"),
         ({"count": 3}, "must be a function from a batch"),
-        ({"unit": "image"}, r"unit='image'\): it must be one of \('auto', 'token', 'sample'\)"),
+        ({"unit": "image"}, r"unit='image'\) is unknown; it must be one of \('auto', 'token', 'sample'\)"),
         ({"unit": "sample", "flops_per_token": "6N"}, "counts per token, and samples are counted here. Use 'exact'"),
     ],
     narrow_format: [
@@ -167,6 +167,9 @@ REFUSED = {
             ({"module": 3}, "`module` must be a torch.nn.Module, got 3"),
             ({"precision": "fp4"}, "`precision` 'fp4' is not known. Use one of 32-true, 16-mixed, bf16-mixed"),
             ({"strategy": "ddp2"}, "`strategy` 'ddp2' is not known. Use one of single, ddp, fsdp2"),
+            ({"precision": "fp8"}, "`precision` 'fp8' is not known. Did you mean 'fp8-mixed'? Use one of 32-true"),
+            ({"batch": None}, "`batch` must be one batch, got NoneType. Pass next(iter(loader))"),
+            ({"batch": DataLoader([1])}, "`batch` must be one batch, got DataLoader. Pass next(iter(loader))"),
             ({"ranks": 0}, "`ranks` must be a whole number, 1 or more, got 0"),
             ({"ranks": 2}, "`ranks` is 2 and `strategy` is 'single'. Pass strategy='ddp'"),
             ({"policy": {"op:norms": "fp32"}}, "`policy` needs a precision that has one, got '32-true'"),

@@ -41,7 +41,7 @@ REFUSED = {
         ({"microbatches": 2.0}, r"microbatches=2\.0\)"),
         ({"microbatches": True}, "=True.: it must be a whole number, 1 or more"),
         ({"find_unused_parameters": True}, r"find_unused_parameters=...\) is not known.*it takes accelerator"),
-        ({"schedule": "zero bubble"}, r"schedule='zero bubble'\): it must be one of \('1f1b', 'gpipe'\)"),
+        ({"schedule": "zero bubble"}, r"schedule='zero bubble'\) is unknown; it must be one of \('1f1b', 'gpipe'\)"),
         (
             {"stages": 2, "split_points": Each([[1], 5, [None]])},
             r"PipelineParallelStrategy\(split_points=.*names of layers",

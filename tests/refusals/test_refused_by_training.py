@@ -84,12 +84,23 @@ PLUGINS = {
                 precision,
                 exactly(
                     f"AutocastPrecision(precision={precision!r}) is unknown; it must be one of ('16-mixed',"
-                    f" 'bf16-mixed').{instead} For fp32 leave the plugin out: Trainer(precision='32-true')."
+                    f" 'bf16-mixed').{instead}"
                 ),
             )
             for precision, instead in [
-                *[(p, f" 16-bit weights are MasterWeightsPrecision({p!r})'s.") for p in ("16-true", "bf16-true")],
-                *[(p, "") for p in ("fp16", "16", "32-true", None, 16)],
+                *[
+                    (p, f" For 16-bit copies of weights use MasterWeightsPrecision({p!r}).")
+                    for p in ("16-true", "bf16-true")
+                ],
+                *[
+                    (p, f" Did you mean {meant!r}? For fp32 leave the plugin out: Trainer(precision='32-true').")
+                    for meant, near in {
+                        "16-mixed": ("fp16", "16", 16, torch.float16, "half", "16_mixed"),
+                        "bf16-mixed": ("bf16", "torch.bfloat16", "bfloat16-mixed"),
+                    }.items()
+                    for p in near
+                ],
+                *[(p, " For fp32 leave the plugin out: Trainer(precision='32-true').") for p in ("32-true", None)],
             ]
         ],
         (
@@ -107,6 +118,11 @@ PLUGINS = {
         (
             {"precision": "bf16-mixed", "eval_precision": "64-true"},
             r"eval_precision='64-true'\) is unknown.*'32-true', '16-mixed', 'bf16-mixed'",
+        ),
+        (
+            {"precision": "bf16-mixed", "policy": "defualt"},
+            r"got 'defualt'\. .* a plugin's policy may also be 'default' or None",
+            TypeError,
         ),
         (
             {"precision": "bf16-mixed", "policy": {"head": "fp16"}},
@@ -163,7 +179,8 @@ PLUGINS = {
         ),
     ],
     Float8Precision: [
-        ("row", r"recipe='row' is unknown; it must be one of \('tensorwise', 'rowwise', 'row"),
+        ("row", r"Float8Precision\(recipe='row'\) is unknown; it must be one of \('tensorwise', 'rowwise', 'row"),
+        ("row-wise", r"Did you mean 'rowwise'\?$"),
         (
             {"policy": {"gate": "fp16"}},
             r"rules set fp16 \('gate': fp16\).*AutocastPrecision\('16-mixed'\)",
@@ -176,6 +193,7 @@ PLUGINS = {
     sqnr_db: [((torch.ones(2, 3), torch.ones(3)), r"must have one shape, got \(2, 3\) and \(3,\)")],
     PrecisionPolicy: [
         (([],), r"got no rule\. Give at least one"),
+        (Each(["defualt", 3]), "A policy is a mapping of patterns to dtypes, or pairs of them, and got", TypeError),
         (([("head", "fp8")],), r"'head': 'fp8' has no dtype.*one of fp32, bf16, fp16, low"),
         (([("head", "fp64")],), r"'head': 'fp64' has no dtype"),
         (([("head", "tf32")],), r"'head': 'tf32' has no dtype"),
@@ -429,6 +447,10 @@ STRATEGIES = {
         for ranks_per_parameter, plain_replicas in [(0, 1), (4, 3), (2, 4), (4, 0)]
     ],
     JointOptimizer: [
+        (
+            AdamW([nn.Parameter(torch.ones(2))]),
+            "list of torch.optim optimizers, got one alone",
+        ),
         (([LBFGS(nn.Linear(1, 1).parameters())],), "LBFGS evaluates the loss itself", M),
         (([],), r"list of torch\.optim optimizers, got none"),
         (([nn.Sequential()],), r"list of torch\.optim optimizers, got Sequential"),

@@ -13,7 +13,6 @@ from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.planning import (
     DecoderConfig,
     DecoderSize,
-    MemoryLayout,
     ParallelLayout,
     decoder_memory,
     find_machine,
@@ -22,7 +21,7 @@ from lightning_mp.planning import (
     training_flops,
     training_run,
 )
-from lightning_mp.planning.parallelism.parallel_plan import Machine, bubble_fraction, plan_parallelism
+from lightning_mp.planning.layouts import Machine, bubble_fraction, plan_parallelism
 from lightning_mp.planning.scaling_laws.fit import fit_scaling_law
 from lightning_mp.planning.scaling_laws.optimum import compute_optimal
 from lightning_mp.planning.scaling_laws.runs import Run, read_runs
@@ -117,7 +116,7 @@ REFUSED = {
     run_time: [({"flops": 1, "device": "t4", "dtype": "bf16"}, "No bf16 peak is known for T4")],
     decoder_memory: [
         (
-            {"config": LLAMA_2_7B, "layout": MemoryLayout(ParallelLayout(stages=5)), "context_tokens": 1},
+            {"config": LLAMA_2_7B, "layout": ParallelLayout(stages=5), "context_tokens": 1},
             re.escape("`layers` (32) cannot be divided evenly over 5 stages"),
         ),
     ],

@@ -231,7 +231,7 @@ def test_ending_before_the_budget_is_said() -> None:
         ({"tokens": -5}, r"ChinchillaBudget\(tokens=-5\)"),
         ({"tokens_per_parameter": 0}, "must be a positive finite number"),
         ({"tokens_per_parameter": float("nan")}, "must be a positive finite number"),
-        ({"tokens": 10, "landing": "soft"}, r"landing='soft' is unknown.*\('exact', 'floor', 'ceil', 'nearest'\)"),
+        ({"tokens": 10, "landing": "soft"}, r"landing='soft'\) is unknown.*\('exact', 'floor', 'ceil', 'nearest'\)"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: Any, message: str) -> None:

@@ -41,21 +41,13 @@ _SMALLEST_DIMENSION = 64
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """One problem that an audit found.
+    """One problem that an audit found."""
 
-    Attributes:
-        kind: the kind of problem.
-        modules: names of the modules concerned; "" is the step around the model.
-        what: what was seen; this is certain.
-        advice: what to do.
-        likely_cause: the probable cause, a guess; "" if there is none.
-    """
-
-    kind: FindingKind
-    modules: tuple[str, ...]
-    what: str
-    advice: str
-    likely_cause: str = ""
+    kind: FindingKind  #: the kind of problem.
+    modules: tuple[str, ...]  #: names of the modules concerned; "" is the step around the model.
+    what: str  #: what was seen; this is certain.
+    advice: str  #: what to do.
+    likely_cause: str = ""  #: the probable cause, a guess; "" if there is none.
 
     @override
     def __str__(self) -> str:

@@ -54,22 +54,17 @@ class ModuleRecord:
 class AuditReport:
     """What an audit recorded in one forward and backward.
 
-    Attributes:
-        modules: every module, parents first.
-        operations: every operation that computes, in the order of its first call; views and sizes are left out.
-        compiled: whether compiled code ran: what the compiler fused into its own kernels is not in ``operations``.
-        unseen: modules whose weights got gradients although no call of them was seen.
-
     Example:
         >>> report = AuditReport((), (), compiled=False, unseen=())
         >>> report.to_json(indent=None)
         '{"modules": [], "operations": [], "compiled": false, "unseen": []}'
     """
 
-    modules: tuple[ModuleRecord, ...]
+    modules: tuple[ModuleRecord, ...]  #: every module, parents first.
+    #: every operation that computes, in the order of its first call; views and sizes are left out.
     operations: tuple[OperationRecord, ...]
-    compiled: bool
-    unseen: tuple[str, ...]
+    compiled: bool  #: whether compiled code ran: what the compiler fused into its own kernels is not in ``operations``.
+    unseen: tuple[str, ...]  #: modules whose weights got gradients although no call of them was seen.
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""

@@ -158,7 +158,7 @@ class PrecisionWatch:
                 self._stack.callback(tensor.register_hook(_noting_gradient(note)).remove)
 
     def _mark(self) -> None:
-        """From here on nodes of the autograd graph are made by the innermost module."""
+        """Attributes new nodes of the autograd graph to the innermost module."""
         if threading.get_ident() == self._thread:
             self._positions.append(private_dispatch_api.forward_position())
             self._makers.append(self._frames[-1].name)

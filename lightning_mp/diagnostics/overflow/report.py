@@ -30,27 +30,21 @@ _ANYWHERE = ("scale", "data", "sum", "diverged")
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """One skipped step, the same on all ranks.
+    """One skipped step, the same on all ranks."""
 
-    Attributes:
-        step_index: attempts before it, skipped ones included.
-        loss_scale: the scale at that step.
-        parameters: parameters with a non-finite gradient on any rank, last layer first.
-        ranks: ranks with such a gradient. Under DDP the reduction spreads it to all of them.
-        findings: what the replay found, one for each rank that went wrong by itself; empty without replay.
-        buffers: buffers that contain nan or +inf now, on any rank: what the forward of a skipped step wrote into
-            running statistics stays there.
-        note: what could not be determined, and why; "" if nothing is missing.
-        growth: the weight that has grown most since the start of the run, if it indicates that training has diverged.
-    """
-
-    step_index: int
-    loss_scale: float
+    step_index: int  #: attempts before it, skipped ones included.
+    loss_scale: float  #: the scale at that step.
+    #: parameters with a non-finite gradient on any rank, last layer first.
     parameters: list[str] = field(default_factory=list)
+    #: ranks with such a gradient. Under DDP the reduction spreads it to all of them.
     ranks: list[int] = field(default_factory=list)
+    #: what the replay found, one for each rank that went wrong by itself; empty without replay.
     findings: list[OverflowFinding] = field(default_factory=list)
+    #: buffers that contain nan or +inf now, on any rank: what the forward of a skipped step wrote into running
+    #: statistics stays there.
     buffers: list[str] = field(default_factory=list)
-    note: str = ""
+    note: str = ""  #: what could not be determined, and why; "" if nothing is missing.
+    #: the weight that has grown most since the start of the run, if it indicates that training has diverged.
     growth: WeightGrowth | None = None
 
     def as_dict(self) -> dict[str, Any]:

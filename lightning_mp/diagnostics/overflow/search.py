@@ -17,31 +17,22 @@ AnyRank = Callable[[bool], bool]
 
 @dataclass(frozen=True)
 class OverflowFinding:
-    """Where a step overflowed on one rank, and why.
+    """Where a step overflowed on one rank, and why."""
 
-    Attributes:
-        rank: the global rank.
-        micro_batch: its place in the accumulation window, counted from 0.
-        num_micro_batches: length of the window.
-        batch_idx: index of the batch in the epoch.
-        verdict: "scale" (finite at a smaller loss scale), "range" (finite in fp32, too large for 16 bit at any scale),
-            "model" (not finite at any scale; nor in fp32, where that could be tried), "data" (the batch holds
-            non-finite numbers), "weights" (a weight or buffer does), "sum" (finite by itself, not when added up),
-            "diverged" ("range" or "model" in a run whose weights have exploded).
-        first_overflow: the first tensor that was not finite; None for "sum".
-        finite_scale: the largest power of two below the loss scale at which the micro-batch is finite; None if it was
-            not looked for or there is none down to 1.
-        finite_in_fp32: whether it is finite in full precision; None if that was not tried.
-    """
-
-    rank: int
-    micro_batch: int
-    num_micro_batches: int
-    batch_idx: int
+    rank: int  #: the global rank.
+    micro_batch: int  #: its place in the accumulation window, counted from 0.
+    num_micro_batches: int  #: length of the window.
+    batch_idx: int  #: index of the batch in the epoch.
+    #: "scale" (finite at a smaller loss scale), "range" (finite in fp32, too large for 16 bit at any scale), "model"
+    #: (not finite at any scale; nor in fp32, where that could be tried), "data" (the batch holds non-finite numbers),
+    #: "weights" (a weight or buffer does), "sum" (finite by itself, not when added up), "diverged" ("range" or "model"
+    #: in a run whose weights have exploded).
     verdict: Verdict
-    first_overflow: FirstOverflow | None
+    first_overflow: FirstOverflow | None  #: the first tensor that was not finite; None for "sum".
+    #: the largest power of two below the loss scale at which the micro-batch is finite; None if it was not looked for
+    #: or there is none down to 1.
     finite_scale: float | None = None
-    finite_in_fp32: bool | None = None
+    finite_in_fp32: bool | None = None  #: whether it is finite in full precision; None if that was not tried.
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ def search_overflow(
 def _try_scales(
     replay: Replay, micro_batch: MicroBatch, trial: Trial, loss_scale: float, any_rank: AnyRank
 ) -> float | None:
-    """The largest scale at which all those ranks are finite that can be at all; None on the others."""
+    """The largest scale at which all ranks are finite that are finite at any scale; None on the others."""
     in_backward = trial.first_overflow is not None and trial.first_overflow.phase == "backward" and loss_scale > 1.0
     if not any_rank(in_backward):
         return None

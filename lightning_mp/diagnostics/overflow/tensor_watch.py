@@ -178,7 +178,7 @@ def _argument_names(module: nn.Module) -> list[str]:
 
 
 def _map_tensors(value: Any, visit: _Visit, path: str = "") -> Any:
-    """Visits every tensor in nested containers; plain tuples, lists and dicts are made anew with what comes back."""
+    """Visits every tensor in nested containers; plain tuples, lists and dicts are rebuilt with the results."""
     if type(value) in (tuple, list):
         return type(value)(_map_tensors(member, visit, f"{path}[{i}]") for i, member in enumerate(value))
     if type(value) is dict:

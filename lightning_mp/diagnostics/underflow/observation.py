@@ -47,24 +47,18 @@ def logged_numbers(summaries: Mapping[str, UnderflowSummary], suggested_scale: f
 
 @dataclass(frozen=True)
 class UnderflowObservation:
-    """What was seen at one optimizer step. ``print`` shows the layers that lose most; headroom is in doublings.
+    """What was seen at one optimizer step. ``print`` shows the layers that lose most; headroom is in doublings."""
 
-    Attributes:
-        step_index: optimizer steps before it, skipped ones included.
-        format: name of the number format.
-        scale: what gradients were multiplied by.
-        histograms: by kind ("gradients", "activations", "activation_gradients"), then by the name of the parameter or
-            module. Parameters in ``kept_in_fp32`` have an empty one.
-        largest_in_backward: largest magnitude that backward held in 16 bit, times the scale, on any rank and over all
-            micro-batches: what decides about overflow. None where no 16-bit gradient was seen.
-        kept_in_fp32: parameters whose gradients were never in 16 bit, on this rank; they are not judged.
-    """
-
-    step_index: int
-    format: str
-    scale: float
+    step_index: int  #: optimizer steps before it, skipped ones included.
+    format: str  #: name of the number format.
+    scale: float  #: what gradients were multiplied by.
+    #: by kind ("gradients", "activations", "activation_gradients"), then by the name of the parameter or module.
+    #: Parameters in ``kept_in_fp32`` have an empty one.
     histograms: dict[str, dict[str, ExponentHistogram]]
+    #: largest magnitude that backward held in 16 bit, times the scale, on any rank and over all micro-batches: what
+    #: decides about overflow. None where no 16-bit gradient was seen.
     largest_in_backward: float | None = None
+    #: parameters whose gradients were never in 16 bit, on this rank; they are not judged.
     kept_in_fp32: Sequence[str] = ()
 
     def whole(self, kind: str = "gradients") -> ExponentHistogram:

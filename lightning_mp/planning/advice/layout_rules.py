@@ -1,22 +1,21 @@
 """What fits on the devices, and what follows: strategy, checkpointing, the largest micro-batch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from lightning_mp.core.precisions import find_precision
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommendation import Choice, Component, Sure
+from lightning_mp.planning.communication import ParallelLayout
+from lightning_mp.planning.layouts import LayoutChoice, choose_layouts, enough_gpus
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.decoder_memory import DecoderMemory, MemoryLayout, decoder_memory, largest_micro_batch
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.step_memory.estimate import reserved_range
 
 _FSDP = "Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277"
 _DDP = "Li et al. 2020, arXiv:2006.15704"
 _CHECKPOINTING = "Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198"
 _CALCULATED = "calculated: decoder_memory"
-_MOST_GPUS = 4096
 _ADAM_STATE_BYTES = 8
 # 4 bits and the quantized constants of a block: Dettmers et al. 2023, arXiv:2305.14314, section 3
 _NF4_BYTES = (4 + 0.127) / 8
@@ -28,7 +27,6 @@ class Question:
 
     goal: Goal  # of the run
     gpus: int  # how many devices
-    gpus_per_node: int  # of them in one node
     device: str  # its name
     memory_bytes: float | None  # of one; None where it is not limited by a device's own memory
     parameters: float | None  # of the model, if known
@@ -72,36 +70,29 @@ def _gan(question: Question) -> LayoutAdvice:
     return LayoutAdvice(choices=(choice,), strategy=value)
 
 
-def _candidates(question: Question) -> list[MemoryLayout]:
-    """From the one that sends and computes least to the one that keeps least."""
-    gpus, near = question.gpus, question.gpus_per_node
-    layouts = [ParallelLayout(copies=gpus)]
-    if gpus > 1:
-        if gpus > near and gpus % near == 0:
-            layouts.append(ParallelLayout(copies=gpus // near, shards=near))
-        layouts.append(ParallelLayout(shards=gpus))
-    return [MemoryLayout(layout, checkpointed=again) for again in (False, True) for layout in layouts]
-
-
 def _decoder(question: Question, config: DecoderConfig, memory_bytes: float) -> LayoutAdvice:
-    found: list[tuple[MemoryLayout, DecoderMemory, str]] = []
-    for layout in _candidates(question):
-        memory = decoder_memory(config, layout, context_tokens=question.context_tokens, precision=question.storage)
-        found.append((layout, memory, memory.verdict(memory_bytes)))
-    chosen, memory, verdict = next((row for row in found if row[2] == "fits"), found[-1])
-    most = largest_micro_batch(
-        config, chosen, memory_bytes, context_tokens=question.context_tokens, precision=question.storage
+    """The layout of data parallelism that sends and computes least of those that fit, or else keeps least."""
+    layouts = choose_layouts(
+        config,
+        question.gpus,
+        memory_bytes=memory_bytes,
+        context_tokens=question.context_tokens,
+        precision=question.storage,
     )
-    choices = [_fit_choice(question, config, chosen, memory, memory_bytes, verdict)]
-    strategy = _strategy(chosen)
+    layouts = [choice for choice in layouts if choice.layout.tensor == choice.layout.stages == 1]
+    layouts.sort(key=lambda choice: (choice.layout.checkpointed, choice.layout.shards))
+    chosen = next((choice for choice in layouts if choice.verdict == "fits"), layouts[-1])
+    layout, most = chosen.layout, chosen.largest_micro_batch
+    choices = [_fit_choice(question, config, chosen, memory_bytes)]
+    strategy = _strategy(layout)
     if question.gpus > 1:
-        choices.append(_strategy_choice(chosen, strategy))
+        choices.append(_strategy_choice(layout, strategy))
     callbacks: tuple[Component, ...] = ()
-    if chosen.checkpointed:
+    if layout.checkpointed:
         callbacks = (Component("ActivationCheckpointing", (("modules", question.blocks),)),)
         reason = (
             "Without it, not even one sequence is sure to fit. Every block runs again in backward, a third more FLOPs."
-            f" {question.blocks!r} stands for your blocks: write their class or glob."
+            f" Replace {question.blocks!r} by the class or glob of your blocks."
         )
         choices.append(
             Choice("checkpointing", f"ActivationCheckpointing({question.blocks!r})", reason, _CHECKPOINTING, "certain")
@@ -116,33 +107,34 @@ def _decoder(question: Question, config: DecoderConfig, memory_bytes: float) -> 
         choices=tuple(choices),
         strategy=strategy,
         callbacks=callbacks,
-        fits={"fits": True, "does not fit": False}.get(verdict),
+        fits={"fits": True, "does not fit": False}.get(chosen.verdict or ""),
         micro_batch_sequences=most or None,
     )
 
 
-def _fit_choice(
-    question: Question,
-    config: DecoderConfig,
-    layout: MemoryLayout,
-    memory: DecoderMemory,
-    memory_bytes: float,
-    verdict: str,
-) -> Choice:
-    low, high = memory.reserved_bytes
+def _fit_choice(question: Question, config: DecoderConfig, chosen: LayoutChoice, memory_bytes: float) -> Choice:
+    assert chosen.verdict is not None
+    low, high = chosen.memory.reserved_bytes
     reason = (
-        f"{layout.name}, one sequence of {question.context_tokens:,} tokens and Adam: {format_bytes(low)} to"
+        f"{chosen.layout.name}, one sequence of {question.context_tokens:,} tokens and Adam: {format_bytes(low)} to"
         f" {format_bytes(high)} of {format_bytes(memory_bytes)} ({question.device}, {memory_bytes / 1e9:.3g} GB). The"
         " range is the allocator's, which was not measured."
     )
-    if verdict == "fits":
+    if chosen.verdict == "fits":
         return Choice("memory", "fits", reason, _CALCULATED, "likely")
-    enough = _enough_gpus(question, config, memory_bytes)
-    if enough is not None and enough > question.gpus:
-        reason += f" {enough} GPUs suffice, sharded and checkpointed."
+    enough = enough_gpus(
+        config,
+        1,
+        memory_bytes=memory_bytes,
+        context_tokens=question.context_tokens,
+        precision=question.storage,
+        split_layers=False,
+    )
+    if enough is not None and enough[0] > question.gpus:
+        reason += f" {enough[0]} GPUs suffice, sharded and checkpointed."
     reason += _with_less(question)
-    sure: Sure = "measure it" if verdict == "may fit" else "certain"
-    return Choice("memory", verdict, reason, _CALCULATED, sure)
+    sure: Sure = "measure it" if chosen.verdict == "may fit" else "certain"
+    return Choice("memory", chosen.verdict, reason, _CALCULATED, sure)
 
 
 def _with_less(question: Question) -> str:
@@ -155,35 +147,23 @@ def _with_less(question: Question) -> str:
     return text
 
 
-def _enough_gpus(question: Question, config: DecoderConfig, memory_bytes: float) -> int | None:
-    gpus = 1
-    while gpus <= _MOST_GPUS:
-        layout = _candidates(replace(question, gpus=gpus))[-1]
-        memory = decoder_memory(config, layout, context_tokens=question.context_tokens, precision=question.storage)
-        if memory.verdict(memory_bytes) == "fits":
-            return gpus
-        gpus *= 2
-    return None
-
-
-def _strategy(layout: MemoryLayout) -> str | Component | None:
-    ranks = layout.layout
-    if ranks.gpus == 1:
+def _strategy(layout: ParallelLayout) -> str | Component | None:
+    if layout.gpus == 1:
         return None
-    if ranks.shards == 1:
+    if layout.shards == 1:
         return "ddp"
     arguments: tuple[tuple[str, str | int | bool | Component], ...] = (("shard", "auto"),)
-    if ranks.copies > 1:
-        arguments += (("replicate_size", ranks.copies),)
+    if layout.copies > 1:
+        arguments += (("replicate_size", layout.copies),)
     return Component("FSDP2Strategy", arguments)
 
 
-def _strategy_choice(layout: MemoryLayout, strategy: str | Component | None) -> Choice:
+def _strategy_choice(layout: ParallelLayout, strategy: str | Component | None) -> Choice:
     if isinstance(strategy, Component):
         reason = (
             "It is not certain that the whole model fits on every GPU, so weights, gradients and states are sharded."
         )
-        if layout.layout.copies > 1:
+        if layout.copies > 1:
             reason += " Inside of a node only: between nodes gradients alone are sent."
         return Choice("strategy", strategy.python(), reason, _FSDP, "likely")
     reason = "All of the model fits on every GPU, and DDP sends gradients only, no weights."

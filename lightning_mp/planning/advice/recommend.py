@@ -8,11 +8,9 @@ from lightning_mp.flops.device_traits import DeviceTraits, find_device, named_de
 from lightning_mp.planning.advice.layout_rules import LayoutAdvice, Question, advise_layout
 from lightning_mp.planning.advice.precision_rules import Goal, PrecisionAdvice, advise_precision
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
-from lightning_mp.planning.layout_choice import machine_with
+from lightning_mp.planning.layouts import GPUS_PER_NODE
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import check_memory_bytes
-
-_GPUS_PER_NODE = 8
 
 
 def recommend(
@@ -73,14 +71,11 @@ def recommend(
     parameters = float(config.parameters) if config is not None else None
     if model is not None and not isinstance(model, DecoderConfig):
         parameters = parse_quantity(model, "model")
-    machine = machine_with(traits.name)
-    near = machine.gpus_per_node if machine is not None else _GPUS_PER_NODE
     precision = advise_precision(traits, goal, parameters, config)
     layout = advise_layout(
         Question(
             goal=goal,
             gpus=gpus,
-            gpus_per_node=near,
             device=traits.name,
             memory_bytes=memory_bytes if memory_bytes is not None else traits.memory_bytes,
             parameters=parameters,
@@ -97,7 +92,7 @@ def recommend(
         gpus=gpus,
         goal=goal,
         choices=(*precision.choices, *layout.choices, *accumulated),
-        trainer=_trainer(traits, gpus, near, precision, layout),
+        trainer=_trainer(traits, gpus, precision, layout),
         plugins=() if precision.plugin is None else (precision.plugin,),
         callbacks=(*precision.callbacks, *layout.callbacks, *scheduler),
         fits=layout.fits,
@@ -150,9 +145,9 @@ def _accumulation(
 
 
 def _trainer(
-    traits: DeviceTraits, gpus: int, near: int, precision: PrecisionAdvice, layout: LayoutAdvice
+    traits: DeviceTraits, gpus: int, precision: PrecisionAdvice, layout: LayoutAdvice
 ) -> tuple[tuple[str, str | int | bool | Component], ...]:
-    nodes = gpus // near if gpus > near and gpus % near == 0 else 1
+    nodes = gpus // GPUS_PER_NODE if gpus > GPUS_PER_NODE and gpus % GPUS_PER_NODE == 0 else 1
     arguments: list[tuple[str, str | int | bool | Component]] = [
         ("accelerator", traits.accelerator),
         ("devices", gpus // nodes),

@@ -2,26 +2,25 @@
 
 These are formulas, for use before there is a module; with a module,
 :func:`~lightning_mp.step_memory.estimate.estimate_memory` measures. Layouts are those of
-:class:`~lightning_mp.planning.parallelism.parallel_layout.ParallelLayout`, with or without recomputed blocks.
+:class:`~lightning_mp.planning.communication.ParallelLayout`.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
 from lightning_mp.core.arguments import (
     positive_number,
     positive_quantity,
     quantity_from,
-    true_or_false,
     whole_number,
     whole_quantity,
 )
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
+from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.saved_by_family import saved_by_code, saves_scores
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
 from lightning_mp.step_memory.estimate import reserved_range
 from lightning_mp.step_memory.live_storages import PARTS, Part
 
@@ -36,28 +35,6 @@ _UNITS_AT_ONCE = 2
 # Families that keep a causal mask, one byte per pair of positions: in each block, or once.
 _MASK_IN_EACH_BLOCK, _MASK = ("gpt_neo",), ("gpt_bigcode",)
 _MOST_SEQUENCES = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLayout:
-    """How GPUs share a model, as far as memory is concerned.
-
-    Raises:
-        ValueError: an argument is of another type.
-    """
-
-    layout: ParallelLayout = field(default_factory=ParallelLayout)  #: over how many ranks, and how.
-    checkpointed: bool = False  #: every block keeps only its input and runs again in backward.
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.layout, ParallelLayout):
-            raise ValueError(f"`layout` must be a planning.ParallelLayout, got {self.layout!r}.")
-        true_or_false(self.checkpointed, "checkpointed")
-
-    @property
-    def name(self) -> str:
-        """A short name, such as "DDP 8" or "FSDP 8, checkpointed"."""
-        return f"{self.layout.name}{', checkpointed' if self.checkpointed else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +61,7 @@ class DecoderMemory:
 
 def decoder_memory(
     config: DecoderConfig,
-    layout: MemoryLayout | None = None,
+    layout: ParallelLayout | None = None,
     *,
     sequences: int = 1,
     context_tokens: int,
@@ -124,15 +101,13 @@ def decoder_memory(
 
         >>> config = DecoderConfig(layers=36, width=4096, vocabulary=51200, gated=False, tied_head=True)
         >>> for layout in (ParallelLayout(copies=64), ParallelLayout(shards=64)):
-        ...     parts = decoder_memory(
-        ...         config, MemoryLayout(layout), context_tokens=1, precision="16-true"
-        ...     ).bytes_by_part
+        ...     parts = decoder_memory(config, layout, context_tokens=1, precision="16-true").bytes_by_part
         ...     states = sum(parts[name] for name in ("weights", "gradients", "masters", "optimizer states"))
         ...     print(round(states / config.parameters, 2))
         16.0
         0.25
     """
-    layout = layout or MemoryLayout()
+    layout = layout or ParallelLayout()
     tokens = whole_quantity(sequences, "sequences") * whole_quantity(context_tokens, "context_tokens")
     if config.positions and whole_quantity(context_tokens, "context_tokens") > config.positions:
         raise ValueError(
@@ -143,27 +118,26 @@ def decoder_memory(
     if micro_batches is not None:
         whole_number(micro_batches, "micro_batches")
     row = find_precision(precision)
-    ranks = layout.layout
-    if config.layers % ranks.stages:
-        raise ValueError(f"`layers` ({config.layers}) cannot be divided evenly over {ranks.stages} stages.")
+    if config.layers % layout.stages:
+        raise ValueError(f"`layers` ({config.layers}) cannot be divided evenly over {layout.stages} stages.")
     weights = _weights_of_rank(config, layout)
     parts: dict[Part, float] = {
-        "weights": row.weight_bytes * weights / ranks.shards,
-        "buffers": _mask_bytes(config) / ranks.stages,
-        "gradients": row.weight_bytes * weights / ranks.shards,
-        "masters": row.master_bytes * weights / ranks.shards,
-        "optimizer states": states * row.optimizer_state_itemsize() * weights / ranks.shards,
+        "weights": row.weight_bytes * weights / layout.shards,
+        "buffers": _mask_bytes(config) / layout.stages,
+        "gradients": row.weight_bytes * weights / layout.shards,
+        "masters": row.master_bytes * weights / layout.shards,
+        "optimizer states": states * row.optimizer_state_itemsize() * weights / layout.shards,
         **_of_weights_in_use(config, layout, row, weights),
     }
     in_step = {**parts, "weight casts": 0.0, "gathered weights": 0.0}
-    in_step["temporaries"] = _SQUARE_ROOT_BYTES * weights / ranks.shards
+    in_step["temporaries"] = _SQUARE_ROOT_BYTES * weights / layout.shards
     parts |= _of_activations(config, layout, row, (tokens, context_tokens), micro_batches, sequence_parallel)
     peak = max(parts, in_step, key=lambda moment: sum(moment.values()))
     return DecoderMemory({part: ceil(peak[part]) for part in PARTS if peak.get(part)})
 
 
 def largest_micro_batch(
-    config: DecoderConfig, layout: MemoryLayout, memory_bytes: float, *, context_tokens: int, precision: object
+    config: DecoderConfig, layout: ParallelLayout, memory_bytes: float, *, context_tokens: int, precision: object
 ) -> int:
     """The largest micro-batch of one data rank that fits even with the worst-case allocator; 0 if none does.
 
@@ -179,7 +153,7 @@ def largest_micro_batch(
 
     Example:
         >>> config = DecoderConfig(layers=12, width=768, vocabulary=50257, gated=False, tied_head=True)
-        >>> largest_micro_batch(config, MemoryLayout(), 80 * 2**30, context_tokens=1024, precision="bf16-mixed")
+        >>> largest_micro_batch(config, ParallelLayout(), 80 * 2**30, context_tokens=1024, precision="bf16-mixed")
         52
     """
     available = positive_quantity(memory_bytes, "memory_bytes")
@@ -204,28 +178,28 @@ def _mask_bytes(config: DecoderConfig) -> float:
     return float(masks * config.positions**2)
 
 
-def _weights_of_rank(config: DecoderConfig, layout: MemoryLayout) -> float:
+def _weights_of_rank(config: DecoderConfig, layout: ParallelLayout) -> float:
     """Of the fullest stage, the first or the last, before sharding."""
-    size, ranks = config.size, layout.layout
-    blocks = config.layers / ranks.stages * (size.block_matmul_weights / ranks.tensor + size.block_norm_weights)
-    ends = size.table_weights + size.head_weights if ranks.stages == 1 else max(size.table_weights, size.head_weights)
-    return blocks + ends / ranks.tensor + size.other_weights
+    size = config.size
+    blocks = config.layers / layout.stages * (size.block_matmul_weights / layout.tensor + size.block_norm_weights)
+    ends = size.table_weights + size.head_weights if layout.stages == 1 else max(size.table_weights, size.head_weights)
+    return blocks + ends / layout.tensor + size.other_weights
 
 
 def _of_weights_in_use(
-    config: DecoderConfig, layout: MemoryLayout, row: PrecisionSpec, weights: float
+    config: DecoderConfig, layout: ParallelLayout, row: PrecisionSpec, weights: float
 ) -> dict[Part, float]:
     """Casts of whole weights; of sharded ones what is gathered; and what reductions take."""
-    size, ranks = config.size, layout.layout
-    if ranks.shards == 1:
-        in_products = weights - size.other_weights - config.layers / ranks.stages * size.block_norm_weights
-        in_products -= 0 if size.head_weights == 0 else size.table_weights / ranks.tensor
+    size = config.size
+    if layout.shards == 1:
+        in_products = weights - size.other_weights - config.layers / layout.stages * size.block_norm_weights
+        in_products -= 0 if size.head_weights == 0 else size.table_weights / layout.tensor
         casts = row.activation_bytes * in_products if row.autocast and not row.fp8 else 0.0
-        buckets = row.weight_bytes * weights if ranks.copies > 1 else 0.0
+        buckets = row.weight_bytes * weights if layout.copies > 1 else 0.0
         return {"weight casts": max(0.0, casts), "communication buffers": buckets}
-    block = size.block_matmul_weights / ranks.tensor
-    head = row.activation_bytes * size.head_weights / ranks.tensor
-    outside = head + row.weight_bytes * (size.table_weights / ranks.tensor + size.other_weights)
+    block = size.block_matmul_weights / layout.tensor
+    head = row.activation_bytes * size.head_weights / layout.tensor
+    outside = head + row.weight_bytes * (size.table_weights / layout.tensor + size.other_weights)
     return {
         "gathered weights": outside + _UNITS_AT_ONCE * row.activation_bytes * block,
         "communication buffers": (row.activation_bytes + _REDUCED_BYTES) * block,
@@ -234,28 +208,27 @@ def _of_weights_in_use(
 
 def _of_activations(
     config: DecoderConfig,
-    layout: MemoryLayout,
+    layout: ParallelLayout,
     row: PrecisionSpec,
     tokens_and_context: tuple[int, float],
     micro_batches: int | None,
     sequence_parallel: bool,
 ) -> dict[Part, float]:
     tokens, context_tokens = tokens_and_context
-    ranks = layout.layout
     # Norms take and save fp32, under autocast and with masters.
     residual = 4 if row.autocast or row.master_bytes or row.weight_bytes == 4 else row.activation_bytes
     by_formula = config.saved_bytes_per_token(
-        row.activation_bytes, residual, tensor=ranks.tensor, sequence_parallel=sequence_parallel
+        row.activation_bytes, residual, tensor=layout.tensor, sequence_parallel=sequence_parallel
     )
     of_norms, of_rest = saved_by_code(config, row.activation_bytes, context_tokens)
-    beside = of_norms / (ranks.tensor if sequence_parallel else 1) + of_rest / ranks.tensor
+    beside = of_norms / (layout.tensor if sequence_parallel else 1) + of_rest / layout.tensor
     block = tokens * (by_formula + beside)
-    divisor = ranks.tensor if sequence_parallel else 1
+    divisor = layout.tensor if sequence_parallel else 1
     kept = tokens * residual * config.width / divisor if layout.checkpointed else block
-    at_once = min(ranks.stages, micro_batches or ranks.stages)
+    at_once = min(layout.stages, micro_batches or layout.stages)
     again = block if layout.checkpointed else 0.0
     low = row.activation_bytes if row.activation_bytes < 4 else 0
-    logits = tokens * config.vocabulary * (_LOSS_BYTES + low) / ranks.tensor
+    logits = tokens * config.vocabulary * (_LOSS_BYTES + low) / layout.tensor
     ends = tokens * config.width * _ENDS_ELEMENTS * residual
     # Gradients on their way through a block: of its MLP, or of the scores of attention that is not fused.
     passing = tokens * max(
@@ -263,10 +236,10 @@ def _of_activations(
         _PASSING_SCORES * 4 * config.heads * context_tokens if saves_scores(config) else 0,
     )
     # The new gradient of the experts of one block, which are one parameter, beside that of earlier micro-batches.
-    passing += row.weight_bytes * 2 * config.experts * config.ffn_width * config.width / ranks.shards
+    passing += row.weight_bytes * 2 * config.experts * config.ffn_width * config.width / layout.shards
     return {
-        "activations": config.layers / ranks.stages * at_once * kept + ends,
+        "activations": config.layers / layout.stages * at_once * kept + ends,
         "batch": 2 * 8 * tokens,
         # The logits are gone before the first block runs again.
-        "temporaries": max(again + passing / ranks.tensor, logits if ranks.stages == 1 else 0.0),
+        "temporaries": max(again + passing / layout.tensor, logits if layout.stages == 1 else 0.0),
     }

@@ -8,7 +8,8 @@ with a = log A, b = log B, e = log E. Besiroglu et al. 2024 (arXiv:2404.10102) s
 in place of the sum, with an absolute tolerance, stops near its start. Here the gradient and the Hessian are exact and
 every test for the end has no unit, so the scale of the objective cannot matter.
 
-All problems of a batch share the runs and differ in their weights (a bootstrap) or in their start (many starts).
+All problems of a batch share the runs and differ in their weights (a bootstrap) or in their start (many starts). That
+they are solved together is why this is no call of ``scipy.optimize.minimize``, which takes one at a time.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""How modules become fp8 modules, and which."""
+"""How linear layers become fp8 layers, and ordinary ones again."""

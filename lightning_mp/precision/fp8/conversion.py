@@ -1,4 +1,16 @@
-"""Linear layers that multiply in fp8, made in place from ordinary ones and undone as easily."""
+"""Linear layers that multiply in fp8, made in place from ordinary ones and undone as easily.
+
+Two formats of 8 bits (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", https://arxiv.org/abs/2209.05433):
+
+======  ==================  ========  =====================================================================
+format  exponent, mantissa  largest   used for
+======  ==================  ========  =====================================================================
+e4m3    4, 3 bits           448       inputs and weights: once scaled they need precision more than range
+e5m2    5, 2 bits           57,344    gradients with one factor per tensor: small ones would be zero in e4m3
+======  ==================  ========  =====================================================================
+
+With one factor per row, the gradients under one factor differ less, and e4m3 holds them too.
+"""
 
 import importlib.util
 from collections.abc import Sequence
@@ -30,8 +42,6 @@ def require_torchao() -> None:
 
 def float8_config(recipe: str, *, emulate: bool = False) -> "Float8LinearConfig":
     """torchao's configuration of a layer."""
-    if recipe not in RECIPES:
-        raise ValueError(f"recipe={recipe!r} is unknown; it must be one of {RECIPES}.")
     require_torchao()
     from torchao.float8 import Float8LinearConfig
 
@@ -52,9 +62,9 @@ def convert_to_float8(layers: Sequence[Float8Layer], config: "Float8LinearConfig
     Each factor is scaled so that its largest magnitude fits the format, rounded, multiplied with wide sums, and the
     product is scaled back. Weights stay what they are and are rounded at every use.
 
-    A layer stays the same object: what others hold on to (parameters, hooks, FSDP2's groups, state-dict keys, two names
-    for one layer) stays valid. Only its class changes, to torchao's, which computes the above. Parameters stay the same
-    objects too.
+    torchao's own conversion replaces the modules: hooks, FSDP2's groups and a second name of a layer would refer to
+    modules that are no longer used. Here each layer stays the same object, with the same parameters, and its class
+    becomes torchao's, which computes the above.
     """
     conversion = Float8Conversion()
     for layer in layers:
@@ -78,6 +88,7 @@ class Float8Conversion:
         """Turns one layer into an fp8 layer."""
         from torchao.float8 import convert_to_float8_training
 
+        # A new module; its class and the attributes that it adds are taken from it.
         template = convert_to_float8_training(linear, config=config)
         added = {name: value for name, value in vars(template).items() if name not in vars(linear)}
         vars(linear).update(added)
@@ -119,7 +130,7 @@ def _float8_linear_class() -> type[nn.Linear]:
                 input = input.to(torch.get_autocast_dtype(device_type))
             if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
                 return self._multiply(input)
-            # In inference mode torch hands on `reshape` and `to` whole, and torchao's tensors know only their parts.
+            # In inference mode torch does not decompose `reshape` and `to`; torchao's tensors know only their parts.
             with torch.inference_mode(False), torch.no_grad():
                 return self._multiply(input)
 

@@ -6,22 +6,19 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.core.arguments import true_or_false
+from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.precisions import MASTER_DTYPES
 from lightning_mp.precision.autocast_context import why_no_autocast
 
 Storage = Literal["fp32", "remainder", "24bit"]
-_STORAGES = get_args(Storage)
 
 
 def check_arguments(precision: str, storage: str, scaler: object, fp32_checkpoints: object) -> None:
     """Refuses arguments that are unknown or contradict each other."""
-    if precision not in tuple(MASTER_DTYPES):
-        raise ValueError(
-            f"MasterWeightsPrecision(precision={precision!r}) is unknown; it must be one of {tuple(MASTER_DTYPES)}."
-            " For fp32 weights that are cast at each use, take AutocastPrecision('bf16-mixed') or ('16-mixed')."
-        )
-    if storage not in _STORAGES:
-        raise ValueError(f"MasterWeightsPrecision(storage={storage!r}) is unknown; it must be one of {_STORAGES}.")
+    owner = "MasterWeightsPrecision"
+    hint = " For fp32 weights that are cast at each use, take AutocastPrecision('bf16-mixed') or ('16-mixed')."
+    refuse_unknown(precision, "precision", owner, MASTER_DTYPES, hint=hint)
+    refuse_unknown(storage, "storage", owner, get_args(Storage))
     if storage != "fp32" and precision != "bf16-true":
         raise MisconfigurationException(
             f"MasterWeightsPrecision({precision!r}, {storage=}): an fp32 number is not an fp16 number plus more bits,"
@@ -32,7 +29,7 @@ def check_arguments(precision: str, storage: str, scaler: object, fp32_checkpoin
             f"MasterWeightsPrecision('bf16-true') takes no scaler, got {type(scaler).__name__}: bf16 has the range of"
             " fp32. Leave the scaler out, or use '16-true'."
         )
-    if not true_or_false(fp32_checkpoints, "fp32_checkpoints", "MasterWeightsPrecision"):
+    if not true_or_false(fp32_checkpoints, "fp32_checkpoints", owner):
         raise ValueError(
             f"MasterWeightsPrecision(fp32_checkpoints={fp32_checkpoints!r}): weights are fp32, and so are those of its"
             " checkpoints. Leave the argument out."

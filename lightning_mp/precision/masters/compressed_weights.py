@@ -4,7 +4,7 @@
 
     first window      parameters are fp32: forward shows whether it writes to its weights
     step              for one block at a time: join, fp32 gradients, the optimizer's step, split
-    between steps     copies of 16 bits and their rests; whoever touches a parameter gets it joined
+    between steps     copies of 16 bits and their rests; access to a parameter joins it
     next step         what was touched is split again before forward
 
 An optimizer that evaluates the loss itself, or whose update needs all parameters, has all of them joined for its step.
@@ -125,7 +125,7 @@ class CompressedParameters:
         return [(memory, [loan for loan in loans if loan.memory is memory]) for memory in self._memories]
 
     def as_plain(self) -> AbstractContextManager[None]:
-        """Split parameters are asked for gradients without a call for each. Nobody may read their numbers."""
+        """Inside, gradients of split parameters are read without a call for each. Do not read their numbers."""
         return as_plain(self.loans)
 
     def release(self, loan: SplitLoan) -> None:

@@ -40,7 +40,7 @@ def _locals(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Fp32Gradients:
-    """Puts fp32 copies in the place of 16-bit gradients (``parameter.grad``), and takes them away again."""
+    """Replaces 16-bit gradients (``parameter.grad``) by fp32 copies, and removes them again."""
 
     def __init__(self) -> None:
         # parameter, its own gradient, the copy in its place; no dictionary, because the hash of a tensor is a call

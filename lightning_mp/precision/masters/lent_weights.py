@@ -1,7 +1,7 @@
 """16-bit copies of fp32 weights, lent to modules for the time of a call.
 
 Parameters stay fp32 for all code but the inside of a module call: steps, hooks, callbacks and optimizers see nothing
-else. While a module runs that was called from outside of any other, copies of its weights are in the place of its
+else. While a module runs that was called from outside of any other, copies of its weights are in place of its
 parameters:
 
 .. code-block:: text
@@ -153,7 +153,7 @@ class LentWeights:
 
     @contextmanager
     def lending(self, root: nn.Module) -> Iterator[None]:
-        """Copies are in the place of a module's weights; cast again where they may be too old."""
+        """Copies are in place of a module's weights; cast again where they may be too old."""
         with private_dispatch_api.without_function_modes():  # a policy's mode sees each access to a tensor's attributes
             places, loans = self._places_of(root)
             self._cast_again(loans)
@@ -305,7 +305,7 @@ class LentWeights:
         return self._known
 
     def _takes(self, parameter: Tensor) -> bool:
-        """Subclasses of tensors are not lent: they have operations of their own."""
+        """Subclasses of tensors are not lent: they define their own operations."""
         is_plain = type(parameter) is nn.Parameter or isinstance(parameter, DTensor)
         is_trained = parameter.dtype == torch.float32 and parameter.requires_grad
         return is_plain and is_trained and parameter not in self._written

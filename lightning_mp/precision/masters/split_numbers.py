@@ -18,7 +18,7 @@ In 2 + 1 bytes, ``m`` is first rounded to a multiple of 256: 1 sign bit, 8 of th
 rest is then a multiple of 256, too, and is kept divided by it. Rounding is stochastic: a number between two neighbours
 becomes either, the more often the nearer it is, so that updates that are smaller than their distance add up. To
 nearest, a weight of 1 would never take an update below 2^-16, which is a learning rate of 1.5e-5 with Adam. Which it is
-depends on the number and the step alone: a step that is made again, on another rank or after a resume, rounds alike.
+depends on the number and the step alone: a step that is made again, on another rank or after a resume, rounds equally.
 The error is below the last bit that is kept: 2^-15 times the power of two below the number, 2^-141 for subnormal
 numbers. Numbers of 24 bits stay as they are. Finite numbers within that error of infinity may become infinite.
 
@@ -40,7 +40,7 @@ _GOLDEN_RATIO = 0x9E37 - (1 << 16)
 
 def _noise(low: Tensor, step: int) -> Tensor:
     """int16 whose upper byte is uniform over steps, and over the lower halves of a step."""
-    # Not a plain multiple of the step: with updates that are alike in each step it would be in or out of time.
+    # Not a plain multiple of the step: with equal updates in each step, rounding would repeat with a period.
     offset = torch.tensor(random.Random(step).getrandbits(16) - 0x8000, dtype=torch.int16)
     return torch.add(offset, low, alpha=_GOLDEN_RATIO)
 

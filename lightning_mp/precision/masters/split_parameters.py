@@ -1,4 +1,4 @@
-"""fp32 parameters whose memory is given away between steps, and returned to whoever touches them.
+"""fp32 parameters whose memory is freed between steps, and restored on access.
 
 Modules compute with a parameter's bf16 copy (:mod:`~lightning_mp.precision.masters.lent_weights`). The copy and a rest
 of 16 or 8 bits say all about the parameter (:mod:`~lightning_mp.precision.masters.split_numbers`), so that its own
@@ -131,7 +131,7 @@ class SplitLoan(Loan):
             leaf.data, self.lent = self.copy, leaf  # DDP has hooked it
 
     def give(self, part: Tensor, row: Tensor, at: int) -> None:
-        """Gives the parameter, or this rank's part of it, other memory.
+        """Points the parameter, or this rank's part of it, to other memory.
 
         ``row`` has, from ``at``, the numbers that are computed with: those of the part, or of the copy.
         """
@@ -166,7 +166,7 @@ class GatheredLoan(SplitLoan):
 
     @override
     def move_copy(self, high: Tensor) -> None:
-        """Nothing is computed with a copy of its own."""
+        """No operation uses a separate copy of it."""
         self.renew(high[:0])
         self.users = private_module_api.users_of_memory(self.local)
 
@@ -181,7 +181,7 @@ _Run = list[SplitLoan]  # neighbours in memory
 
 
 class SplitMemory:
-    """Copies and rests of many parameters on one device, one behind the other: few kernels join or split them all.
+    """Copies and rests of many parameters on one device, contiguous in memory: few kernels join or split them all.
 
     Args:
         loans: of the parameters, which are joined.
@@ -305,7 +305,7 @@ class SplitMemory:
 
 
 def _neighbours(loans: Sequence[SplitLoan]) -> list[_Run]:
-    """Those that lie one behind the other."""
+    """Those that are contiguous in memory."""
     runs: list[_Run] = []
     for loan in sorted(loans, key=_START):
         if runs and runs[-1][-1].end == loan.start:
@@ -317,7 +317,7 @@ def _neighbours(loans: Sequence[SplitLoan]) -> list[_Run]:
 
 @contextmanager
 def as_plain(loans: Iterable[Loan]) -> Iterator[None]:
-    """Split parameters are asked for gradients and sizes without a call for each. Nobody may read their numbers."""
+    """Inside, gradients and sizes of split parameters are read without a call for each. Do not read their numbers."""
     split = [(loan.parameter, type(loan.parameter)) for loan in loans if type(loan.parameter) in _JOINED]
     for parameter, kind in split:
         parameter.__class__ = _JOINED[kind]

@@ -1,4 +1,4 @@
-"""What a training step of a decoder sends: the collective operations of each kind of parallelism.
+"""How GPUs share a decoder, and what they send in a training step: the collective operations of each layout.
 
 With N weights, L layers, width w, vocabulary v, t tokens in a micro-batch of one data rank, M micro-batches per
 optimizer step. Counted are operations per rank and optimizer step::
@@ -42,12 +42,67 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
 
-from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.arguments import true_or_false, whole_number
 from lightning_mp.core.precisions import PrecisionSpec, find_precision
-from lightning_mp.planning.parallelism.decoder_size import DecoderSize
-from lightning_mp.planning.parallelism.parallel_layout import ParallelLayout
+from lightning_mp.planning.memory.decoder_config import DecoderSize
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """How GPUs share a model. The product of the sizes is the number of GPUs; ranks that share a layer are neighbours.
+
+    From near to far: tensor parallel, shards, copies, stages. :class:`~lightning_mp.strategies.FSDP2Strategy` lays
+    ranks out in this order; for stages it is Megatron-LM's.
+
+    Raises:
+        ValueError: a size is not a positive integer, or stages are sharded.
+
+    Example:
+        >>> ParallelLayout(shards=8, copies=4).gpus, ParallelLayout(tensor=8, shards=16).name
+        (32, 'FSDP 16 x TP 8')
+    """
+
+    #: of the model, or of its shards: ranks that hold the same weights and see other data. DDP; the outer part of
+    #: hybrid sharding.
+    copies: int = 1
+    shards: int = 1  #: over how many ranks weights, gradients and optimizer states are sharded (FSDP).
+    tensor: int = 1  #: over how many ranks each layer is split (TP).
+    stages: int = 1  #: of a pipeline (PP).
+    checkpointed: bool = False  #: every block keeps only its input and runs again in backward.
+
+    def __post_init__(self) -> None:
+        for name in ("copies", "shards", "tensor", "stages"):
+            whole_number(getattr(self, name), name, "ParallelLayout")
+        true_or_false(self.checkpointed, "checkpointed", "ParallelLayout")
+        if self.stages > 1 and self.shards > 1:
+            raise ValueError(
+                f"ParallelLayout(stages={self.stages}, shards={self.shards}): stages of a pipeline hold whole weights"
+                " here, because FSDP would gather them again for every micro-batch. Use copies in place of shards."
+            )
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.data_ranks * self.tensor * self.stages
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that see different data."""
+        return self.copies * self.shards
+
+    @property
+    def name(self) -> str:
+        """A short name: "DDP 8", "HSDP 4 x 8", "FSDP 4 x TP 8", "DDP 2 x PP 4, checkpointed"."""
+        if self.shards == 1:
+            data = f"DDP {self.copies}" if self.copies > 1 else ""
+        else:
+            data = f"HSDP {self.copies} x {self.shards}" if self.copies > 1 else f"FSDP {self.shards}"
+        tensor = f"TP {self.tensor}" if self.tensor > 1 else ""
+        stages = f"PP {self.stages}" if self.stages > 1 else ""
+        ranks = " x ".join(part for part in (data, tensor, stages) if part) or "one GPU"
+        return f"{ranks}, checkpointed" if self.checkpointed else ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +167,13 @@ def communication_per_step(
     reduced_gradients: bool = False,
     sequence_parallel: bool = False,
     tensor_reduce_dtype: TensorReduceDtype = "fp32",
-    recomputed: bool = False,
 ) -> list[Transfer]:
     """Lists everything that the busiest rank sends in one optimizer step.
 
     Args:
         size: the model.
-        layout: how the GPUs are divided.
+        layout: how GPUs share it. A checkpointed block runs again up to the input of its last product, and repeats the
+            reductions up to there.
         tokens_per_micro_batch: t, for one data rank.
         micro_batches: M, for one data rank per optimizer step; in a pipeline those of one call of the schedule.
         precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`; masters stay where they are, and fp8
@@ -132,8 +187,6 @@ def communication_per_step(
             arXiv:2205.05198, section 4.2.2) up to the formats.
         tensor_reduce_dtype: under tensor parallelism in ``"*-mixed"``, in which format gradients of the residual stream
             are reduced: "fp32" as this package does, or "16bit" as Megatron-LM does.
-        recomputed: every block runs again in backward, up to the input of its last product, and repeats the reductions
-            up to there.
 
     Raises:
         ValueError: an argument is unknown or not a positive integer, or sizes do not divide each other.
@@ -162,7 +215,7 @@ def communication_per_step(
     if layout.tensor > 1:
         stream = low if tensor_reduce_dtype == "16bit" else wide
         tokens = tokens_per_micro_batch
-        found += _activations(size, layout, low, stream, tokens, micro_batches, sequence_parallel, recomputed)
+        found += _activations(size, layout, low, stream, tokens, micro_batches, sequence_parallel)
         if sequence_parallel:
             payload, count = size.block_norm_weights // 2 * wide, syncs * 2 * size.layers // layout.stages
             found.append(Transfer("gradients of norms", "all_reduce", payload, layout.tensor, count))
@@ -243,12 +296,11 @@ def _activations(
     tokens: int,
     times: int,
     sequence: bool,
-    recomputed: bool,
 ) -> list[Transfer]:
     width = tokens * size.width
     blocks = 2 * size.layers // layout.stages * times
     # The second run ends before the MLP's last product, so of its two reductions only attention's is made again.
-    again = blocks // 2 if recomputed else 0
+    again = blocks // 2 if layout.checkpointed else 0
     # Of a pipeline the last stage, which has the head; the embeddings are on the first.
     embeddings = times if layout.stages == 1 else 0
     whole = (

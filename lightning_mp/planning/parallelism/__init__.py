@@ -1,1 +1,0 @@
-"""Layouts over devices: what each sends over which link, and how long a pipeline idles."""
