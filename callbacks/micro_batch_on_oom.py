@@ -36,7 +36,8 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     part weighs what its loss is a mean over (:doc:`/accumulation`), or its samples where that is unknown, so that
     together they have the gradient of the whole, up to rounding. Before the first part runs, the losses of some samples
     and of their halves are compared: a loss that is neither their mean nor their sum (in-batch negatives, dice or a
-    variance over the batch) is refused with the numbers.
+    variance over the batch) is refused with the numbers. If it is their sum, micro-batches have equal weights from
+    there on.
 
     A failed attempt has no side effects: buffers, plain attributes and metrics of the module, logged values and random
     numbers go back to where the micro-batch began. Gradients are zeroed, and earlier micro-batches of the window

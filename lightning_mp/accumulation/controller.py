@@ -367,10 +367,8 @@ class AccumulationController(RunCounts):
         Its loss goes through :meth:`on_before_backward` as that of a micro-batch does, and weighs its own items, or its
         share where weights are equal. Its tokens are counted once, with those of the whole.
         """
-        micro_batch = self.state.micro_batch
-        if self.settings.weighting is None or micro_batch is None:
-            return
-        self.state = windows.begin_part(self.state, part)
+        if self.settings.weighting is not None and self.state.micro_batch is not None:
+            self.state = windows.begin_part(self.state, part)
 
     def parts_of(self, batches: Sequence[Any], samples: Sequence[int], *, losses_add_up: bool) -> list[Part]:
         """What is known of the parts of the current micro-batch before they run.

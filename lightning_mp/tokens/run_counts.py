@@ -3,22 +3,24 @@
 The accumulation controller and ``ChinchillaBudget`` derive from these two, so whoever only reads them finds them here.
 """
 
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_mp.core.run_state import RunState
-from lightning_mp.tokens.counter import TokenCounter
-from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
+
+if TYPE_CHECKING:
+    from lightning_mp.tokens.counter import TokenCounter
+    from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
 
 
 class RunCounts(Callback):
     """The callback that counts and weighs the micro-batches of a run."""
 
     #: The totals of all windows that are over.
-    counter: TokenCounter
+    counter: "TokenCounter"
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> Self | None:
@@ -31,17 +33,17 @@ class RunCounts(Callback):
         raise NotImplementedError
 
     @property
-    def weighting(self) -> Weighting | None:
+    def weighting(self) -> "Weighting | None":
         """How micro-batches are measured, settled by the first batch; None where they are not weighted."""
         raise NotImplementedError
 
     @property
-    def weight_by(self) -> WeightBy | None:
+    def weight_by(self) -> "WeightBy | None":
         """What micro-batches weigh; None where Lightning's division gives them equal weights."""
         raise NotImplementedError
 
     @property
-    def measure(self) -> Measure | None:
+    def measure(self) -> "Measure | None":
         """The present micro-batch; None where micro-batches are not weighted."""
         raise NotImplementedError
 

@@ -72,7 +72,9 @@ ROWS = [
     ),
     *(Row("torch-optimizer", "torch_optimizer", name) for name in ("Yogi", "Lamb", "RAdam")),
     Row("torch-optimizer", "torch_optimizer", "Yogi", wrap=_lookahead),
-    *(Row("torch-optimi", "optimi", name) for name in ("AdamW", "Lion", "StableAdamW")),
+    *(Row("torch-optimi", "optimi", name) for name in ("AdamW", "Lion")),
+    # Else it takes Triton's kernels for weights on a CPU, where Triton is installed (0.3.3).
+    Row("torch-optimi", "optimi", "StableAdamW", {"triton": False}),
     *(Row("heavyball", "heavyball", name) for name in ("AdamW", "SOAP")),
     Row(
         "heavyball",
