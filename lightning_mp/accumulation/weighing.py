@@ -101,7 +101,7 @@ class MicroBatchWeighing:
             self._versions = {}
         if declared is not None and isinstance(reading, Items) and reading.summed is not None:
             divisor = reading.means[0].total if reading.means else None
-            reading = Items((Mean("targets of a sum", reading.summed),))
+            reading = _targets_of_sum(reading)
         elif state.micro_batch.part is not None and state.micro_batch.part.losses_add_up:
             reading = Unknown("the losses of the parts of a batch add up to that of the whole")
         if self._losses.first is None:
@@ -205,6 +205,17 @@ class MicroBatchWeighing:
                 f" of them, but their losses average over {first[0]:g} and {counted:g}. To weight by what the loss"
                 " averages over, use weight_by='auto' without count=."
             )
+
+
+def _targets_of_sum(reading: Items) -> Items | Unknown:
+    """What a loss counts that is divided by ``num_items_in_batch``, if all of it is."""
+    assert reading.summed is not None
+    numbers = [mean.total for mean in reading.means if mean.factor != 0.0]
+    is_divided = all(mean.kind.startswith("sum of") for mean in reading.means if mean.factor != 0.0)
+    # Waits for the device only where several sums are divided by numbers on it.
+    if not is_divided or any(number != numbers[0] for number in numbers[1:]):
+        return Unknown("not all of it is divided by num_items_in_batch")
+    return Items((Mean("targets of a sum", reading.summed),))
 
 
 def _versions(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:

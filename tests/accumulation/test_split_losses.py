@@ -146,11 +146,10 @@ def trained(loss: Loss, data: list[Any], limit: int, kind: str = "stock", window
 
 
 def farthest(model: Model, other: Model) -> float:
-    """The largest difference of two gradients, relative to the largest number in one."""
+    """The largest difference of two gradients, relative to the largest number in one; 0 / 0 is none."""
     assert len(model.gradients) == len(other.gradients) > 0
-    return max(
-        float((a - b).abs().max() / b.abs().max()) for a, b in zip(model.gradients, other.gradients, strict=True)
-    )
+    pairs = [((a - b).abs().max(), b.abs().max()) for a, b in zip(model.gradients, other.gradients, strict=True)]
+    return max(0.0 if off == size == 0 else float(off / size) for off, size in pairs)
 
 
 @pytest.mark.quick_cases(4)
