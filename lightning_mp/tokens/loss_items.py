@@ -9,7 +9,7 @@ Sizes come from the graph; numbers come from saved tensors that no hook has pack
 3. T means over n items each, divided by T, are one mean over T * n items; any other division of a mean makes another
    kind of item of it.
 4. Nothing is counted in what is multiplied by 0, in a sum of no items, or in a 0 that was divided by 1
-   (``clamp(min=1)``).
+   (``clamp(min=1)``): a whole loss of 0, or beside other means what a mask or ignored targets leave out.
 5. Everything else is unknown.
 
 What is counted is named by the function, by the number of dimensions of its items, and by the classes of a target.
@@ -122,8 +122,8 @@ class _Walk:
     def __init__(self) -> None:
         # Each mean's kind, number, factor, and the divisions above it with the outermost first.
         self._means: list[tuple[str, Number, float | None, tuple[_Division, ...]]] = []
-        # Of sums under one division: kind, number, the divisions above that one, factors.
-        self._sums: dict[Any, tuple[str, Number, tuple[_Division, ...], list[float | None]]] = {}
+        # Of sums under one division: kind, number, the divisions above that one; factors, and what is summed.
+        self._sums: dict[Any, tuple[str, Number, tuple[_Division, ...], list[float | None], list[Any]]] = {}
         self._has_zero, self._is_empty = False, False  # something was multiplied by 0; it is a sum of no items
         self._ahead: list[tuple[Any, int, float | None, tuple[_Division, ...]]] = []
         self.summed: Any = None  # the last cross-entropy that is a sum
@@ -207,7 +207,7 @@ class _Walk:
             else:
                 kind = f"{name.partition('Backward')[0]} of {len(shape)}-d items"
                 self._means.append((kind, float(math.prod(shape)), factor, divisions))
-        elif factor == 0.0 or 0 in shape:
+        elif factor == 0.0 or (0 in shape and not clamped):
             self._has_zero, self._is_empty = self._has_zero or factor == 0.0, True
         elif name not in _SUMS and node._saved_reduction != _SUM:
             raise _Unreadable(f"of {name.partition('Backward')[0]} without a reduction")
@@ -220,8 +220,9 @@ class _Walk:
                 raise _Unreadable("what a sum in it is divided by is not one number, or saved-tensor hooks hide it")
             if above not in self._sums:
                 number: Number = divisor.abs() if isinstance(divisor, Tensor) else abs(divisor)
-                self._sums[above] = f"sum of {len(shape)}-d items / number", number, divisions[:-1], []
+                self._sums[above] = f"sum of {len(shape)}-d items / number", number, divisions[:-1], [], []
             self._sums[above][3].append(factor)
+            self._sums[above][4].append(None if 0 in shape else below if name in _SUMS else node)
 
     def _add_targets(self, node: Any, classes: int, factor: float | None, divisions: tuple[_Division, ...]) -> None:
         """What a cross-entropy is divided by: its targets that are not ignored, or the sum of their class weights."""
@@ -236,7 +237,13 @@ class _Walk:
         self._means.append((f"targets of {classes} classes", total, factor, divisions))
 
     def _items(self, form: tuple[str, ...], loss: Tensor) -> Items:
-        for kind, number, divisions, factors in self._sums.values():
+        many = len(self._means) + len(self._sums)
+        for kind, number, divisions, factors, summed in self._sums.values():
+            if many == 1 and not any(summed):
+                self._is_empty = True
+                continue
+            if many > 1 and (isinstance(number, Tensor) or number == 1.0):
+                number = _zero_if_masked(number, summed)
             factor = None if None in factors else math.fsum(factors) / len(factors)  # type: ignore[arg-type]  # no None
             self._means.append((kind, number, factor, divisions))
         means: list[Mean] = []
@@ -245,7 +252,7 @@ class _Walk:
                 means = _means_of_means(self._means)
                 break
             means.append(Mean(kind, total, factor))
-        if means and len(self._means) == len(self._sums):
+        if means and many == len(self._sums):
             total = means[0].total
             if isinstance(total, Tensor) or total == means[0].parts:
                 means = _none_if_empty(means, loss)
@@ -309,6 +316,34 @@ def _none_if_empty(sums: list[Mean], loss: Tensor) -> list[Mean]:
         return sums
     none = [torch.where(is_empty, 0.0, m.total) if isinstance(is_empty, Tensor) else 0.0 for m in sums]
     return [replace(mean, total=total) for mean, total in zip(sums, none, strict=True)]
+
+
+def _zero_if_masked(number: Number, summed: list[Any]) -> Number:
+    """What sums beside other means are divided by: 0 for the 1 of a ``clamp(min=1)`` over what is masked out."""
+    is_empty: bool | Tensor = number == 1.0
+    for node in summed:
+        if is_empty is False:
+            return number
+        is_empty = is_empty & _is_masked_out(node)
+    return torch.where(is_empty, 0.0, number) if isinstance(is_empty, Tensor) else 0.0 if is_empty else number
+
+
+def _is_masked_out(node: Any) -> bool | Tensor:
+    """Whether all items of a sum are multiplied by 0, or are ignored targets; without a node there are no items."""
+    if node is None:
+        return True
+    if type(node).__name__.startswith("NllLoss"):
+        targets = _targets_of(node)
+        return targets is not None and targets == 0
+    is_out: bool | Tensor = False
+    while type(node).__name__ in _VIEWS or type(node).__name__ in _MULS:
+        inputs = node.next_functions
+        main = 0 if inputs[0][0] is not None else 1
+        if len(inputs) > 1 and inputs[1 - main][0] is None:
+            mask = _saved_tensor(node._raw_saved_self if main else node._raw_saved_other)
+            is_out = is_out if mask is None else is_out | (on_host(mask.count_nonzero()) == 0)
+        node = inputs[main][0]
+    return is_out
 
 
 def _is_of_weights(node: Any) -> bool:

@@ -210,7 +210,7 @@ def _scale_of(means: Sequence[Mean], first: Sequence[Mean], main: Mean) -> Numbe
     for mean, known in zip(means, first, strict=True):  # no comprehension: a Python call
         if mean.kind != known.kind:
             return None
-        if mean is main:
+        if mean is main and known.total:
             scale = main.total / known.total
     return scale
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from gloo import run_same_ranks
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, currently_in_test_context, given, note, settings
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
@@ -99,6 +99,9 @@ EXACT: dict[str, Loss] = {
     "weighted by class": lambda out, b: F.cross_entropy(out, b["labels"], CLASS_WEIGHTS),
     "masked sum over its number": lambda out, b: masked(out, b) / number(b),
     "masked sum over a clamped number": lambda out, b: masked(out, b) / number(b).clamp(min=1),
+    "summed labels over a clamped number": lambda out, b: (
+        F.cross_entropy(out, b["labels"], reduction="sum") / number(b).clamp(min=1)
+    ),
     "mean over hard examples": lambda out, b: mined(out).mean(),
     "sum over hard examples": lambda out, b: mined(out - 0.5).sum() / max(1, len(mined(out - 0.5))),
     "zero without a sample": selected,
@@ -285,37 +288,54 @@ def test_a_size_that_is_set_by_hand_is_checked_too() -> None:
 
 def drawn_loss(random: Random) -> Loss:
     """One to three terms with factors, maybe divided or clamped."""
-    terms = [*EXACT.values()] + [*JOINED.values()] * (random.random() < 0.3)
-    chosen = [(random.choice(terms), random.choice([0.1, 1.0, 1.0, 3.0])) for _ in range(random.choice([1, 1, 2, 3]))]
+    names = [*EXACT] + [*JOINED] * (random.random() < 0.3)
+    chosen = [(random.choice(names), random.choice([0.1, 1.0, 1.0, 3.0])) for _ in range(random.choice([1, 1, 2, 3]))]
     outer: Callable[[Tensor], Tensor] = random.choice([lambda v: v, lambda v: v, lambda v: v / 4, lambda v: v.exp()])
+    note(" + ".join(f"{factor} * {name}" for name, factor in chosen) + f", {outer(torch.tensor(2.0))} of 2")
+    return lambda out, batch: outer(added(chosen)(out, batch))
 
-    def loss(out: Tensor, batch: Any) -> Tensor:
-        return outer(torch.stack([factor * term(out, batch) for term, factor in chosen]).sum())
 
-    names = {id(term): name for name, term in (EXACT | JOINED).items()}
-    note(" + ".join(f"{factor} * {names[id(term)]}" for term, factor in chosen) + f", {outer(torch.tensor(2.0))} of 2")
-    return loss
+def added(chosen: list[tuple[str, float]]) -> Loss:
+    """Terms with their factors."""
+    terms = [(factor, (EXACT | JOINED)[name]) for name, factor in chosen]
+    return lambda out, batch: torch.stack([factor * term(out, batch) for factor, term in terms]).sum()
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False))
 def test_a_split_batch_is_exact_or_refused_or_said(caplog: pytest.LogCaptureFixture, random: Random) -> None:
-    check_drawn(random, caplog.records)
+    check(drawn_loss(random), random, caplog.records)
 
 
 @pytest.mark.full
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False))
 def test_many_split_batches_are_exact_or_refused_or_said(caplog: pytest.LogCaptureFixture, random: Random) -> None:
-    check_drawn(random, caplog.records)
+    check(drawn_loss(random), random, caplog.records)
 
 
-def check_drawn(random: Random, lines: list[logging.LogRecord]) -> None:
-    loss = drawn_loss(random)
+#: Terms of which one counts nothing in some parts, or is a sum over another number.
+HALF_COUNTED = [
+    ("sum over num_items_in_batch", "mean times the number of rows"),
+    ("sum over num_items_in_batch", "zero without a sample"),
+    ("sum over hard examples", "sum over num_items_in_batch"),
+    ("mean and a term of weights", "masked sum over a clamped number"),
+    ("mean and a term of weights", "summed labels over a clamped number"),
+]
+
+
+@pytest.mark.parametrize("names", HALF_COUNTED)
+def test_a_term_that_counts_nothing_in_a_part_is_seen(names: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    for seed in range(12):
+        check(added([(name, 1.0) for name in names]), Random(seed), caplog.records)
+
+
+def check(loss: Loss, random: Random, lines: list[logging.LogRecord]) -> None:
     kind, window = random.choice(["stock", "plugin", "scheduler", "stock scheduler"]), random.choice([1, 1, 2, 4])
     data = batches(tuple(random.randint(5, 9) for _ in range(4)), random.randint(0, 10**6))
     whole, _ = trained(loss, data, FITS, kind, window)
-    note(f"{kind}, window {window}, rows {[len(batch['x']) for batch in data]}")
+    if currently_in_test_context():
+        note(f"{kind}, window {window}, rows {[len(batch['x']) for batch in data]}")
     split, refusal = Model(loss, random.choice([4, 3, 2, 1])), ""
     lines.clear()
     with warnings.catch_warnings(record=True) as caught:
