@@ -154,7 +154,8 @@ class LossProbe:
                 return form
             tolerance = _TOLERANCE_16_BIT if is_16_bit else _TOLERANCE
             found = loss_form(whole, halves, tolerance)
-            if found == "neither" and declared_divisor(batch) is not None:
+            all_count = all(half.items > 0 for half in halves)  # as that number is the same for each
+            if found == "neither" and all_count and declared_divisor(batch) is not None:
                 total = sum(half.loss for half in halves)
                 if abs(total - whole) <= tolerance * abs(whole):
                     found = None  # a sum over that number, and a half without targets

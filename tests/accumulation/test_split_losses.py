@@ -321,6 +321,7 @@ HALF_COUNTED = [
     ("sum over hard examples", "sum over num_items_in_batch"),
     ("mean and a term of weights", "masked sum over a clamped number"),
     ("mean and a term of weights", "summed labels over a clamped number"),
+    ("summed labels over a clamped number", "sum over a constant"),
 ]
 
 

@@ -136,6 +136,26 @@ def test_a_sum_without_items_weighs_nothing_and_a_term_that_is_switched_off_is_u
     assert weights.of(read_items(0.0 * each(o).sum() / 3))[1] is False
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize(
+    "summed",
+    [
+        lambda o, mask: (o.abs().sum(1) * mask).sum(),
+        lambda o, mask: (mask[:, None] * o.abs() * 0.5).view(-1).sum(),
+        lambda o, mask: F.cross_entropy(o, torch.where(mask, 1, -100), reduction="sum"),
+        lambda o, mask: o.abs().sum(1)[mask].sum(),
+    ],
+)
+def test_a_sum_over_max_1_n_beside_another_mean_tells_none_from_one(summed: Any, kept: int) -> None:
+    mask = torch.arange(ROWS) < kept
+    for number in (max(1, kept), mask.sum().clamp(min=1)):
+        for other in (lambda o: F.mse_loss(o, TARGETS), lambda o: o.abs().sum() / 20):
+            o = logits()
+            reading = read_items(other(o) + summed(o, mask) / number)
+            assert isinstance(reading, Items)
+            assert sorted(float(mean.total) for mean in reading.means) == [kept, 20]
+
+
 @pytest.mark.parametrize("loss", [torch.zeros(()), torch.zeros((), requires_grad=True) / 4])
 def test_a_constant_counts_nothing(loss: Tensor) -> None:
     assert read_items(loss, divided=loss.requires_grad) == Items()
