@@ -327,7 +327,7 @@ HALF_COUNTED = [
 
 @pytest.mark.parametrize("names", HALF_COUNTED)
 def test_a_term_that_counts_nothing_in_a_part_is_seen(names: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
-    for seed in range(12):
+    for seed in range(15):
         check(added([(name, 1.0) for name in names]), Random(seed), caplog.records)
 
 
