@@ -7,6 +7,6 @@ def warn_about_lost_gradient(planned: int, position: int) -> None:
     """A checkpoint is written inside a window and holds nothing of it."""
     rank_zero_warn(
         "This checkpoint is written inside an accumulation window, so a run that resumes from it loses the gradient of"
-        f" its first {position} of {planned} micro-batches. Save at the end of a window (a"
-        " multiple of accumulate_grad_batches), or use AccumulationScheduler(save_partial_gradients=True)."
+        f" its first {position} of {planned} micro-batches. Save at the end of a window (a multiple of"
+        " accumulate_grad_batches), or use AccumulationScheduler(save_partial_gradients=True)."
     )
