@@ -75,8 +75,8 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
             largest micro-batch.
         trim: for "exact" with batches that have no such labels: ``trim(batch, keep_tokens)`` leaves that many tokens in
             the loss, in place, and returns a function that undoes it.
-        on_waste: tokens of skipped optimizer steps are spent ("report"), or trained on again ("extend"; this waits for
-            the device once, at the last step).
+        on_waste: tokens of skipped optimizer steps are spent ("report"), or replaced by as many more ("extend"; this
+            waits for the device once, at the last step).
         save: write ``budget_reached-step-<step>.ckpt`` next to the Trainer's checkpoints when the budget is spent.
 
     Raises:
