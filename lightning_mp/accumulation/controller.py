@@ -57,7 +57,7 @@ class _Fit:
     before_steps: list[Callable[[], None]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
     is_in_backward: bool = False
-    takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which nobody sees before
+    takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which hooks do not see before
     has_no_loss: bool = False  # of the current micro-batch, on this rank; others may have one
     step_has_window: bool = False  # the last step had a window; a step without any loss has none
 
