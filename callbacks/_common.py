@@ -47,7 +47,7 @@ def refuse_conflicting_callbacks(callback: object, trainer: "pl.Trainer", pl_mod
 def check_counts(
     callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, *, needs_tokens: bool
 ) -> Weighting:
-    """Checks before a fit what its first batch will be checked for: how all callbacks together count it."""
+    """Checks before a fit what its first batch will be checked for: that all callbacks count it consistently."""
     refuse_conflicting_callbacks(callback, trainer, pl_module)
     settings = AccumulationSettings()
     for other in callbacks_of(trainer):
@@ -59,7 +59,7 @@ def check_counts(
 
 
 def _counts_of(callback: object, count: CountFunction | None) -> dict[str, Any]:
-    """What the ``count`` of a callback is for, by its class: the tokens of the run, unless stated otherwise."""
+    """What the ``count`` of a callback counts, by its class: the tokens of the run, unless stated otherwise."""
     use: CountUse = getattr(callback, "_count_use", "tokens")
     if use == "inputs":
         return {"count": None, "input_count": count}
@@ -67,7 +67,7 @@ def _counts_of(callback: object, count: CountFunction | None) -> dict[str, Any]:
 
 
 def micro_batches_left(trainer: "pl.Trainer", window: int) -> dict[str, int]:
-    """Micro-batches of a rank that the Trainer's limits allow from here, by the name of each limit that it has."""
+    """Micro-batches that a rank may still run under the Trainer's limits, by the name of each limit."""
     left = {}
     if trainer.max_epochs not in (None, -1) and trainer.num_training_batches != float("inf"):
         left["max_epochs"] = int(trainer.num_training_batches) * (trainer.max_epochs - trainer.current_epoch)

@@ -33,7 +33,7 @@ def count_gradients(
     factor: Tensor | float | None,
     watch: BackwardWatch,
 ) -> ExponentTable:
-    """Counts the gradients times ``factor``; of shards on all ranks together, each value once.
+    """Counts the gradients times ``factor``; shards are counted on all ranks together, each value once.
 
     There is a row for every trained parameter, also where it has no gradient: the table has the same shape on all
     ranks, and all of them have to call this. Rows of parameters whose gradients ``watch`` saw in fp32 only stay empty.
@@ -82,7 +82,7 @@ def largest_on_any_rank(
 def _of_all_stages(
     rows: Sequence[tuple[str, Tensor | None, int]], device: torch.device, factor: Tensor | float | None
 ) -> ExponentTable:
-    """The same of a pipeline, whose ranks hold other parameters."""
+    """The same for a pipeline, whose ranks hold different parameters."""
     table = ExponentTable([unwrapped_name(name) for name, _, _ in rows], device)
     for name, parameter, _ in rows:
         if parameter is not None and parameter.grad is not None:

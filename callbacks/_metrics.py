@@ -72,7 +72,7 @@ class CallbackMetrics(Callback):
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Keeps references to the Trainer's dictionaries and progress bar; has Lightning skip hooks that do nothing."""
+        """Keeps the Trainer's dictionaries and progress bar; makes Lightning skip hooks that do nothing."""
         self._published, self._logged = trainer.callback_metrics, trainer.logged_metrics
         self._on_bar = trainer.progress_bar_metrics
         self._has_run, self._last_row = False, None
@@ -114,7 +114,7 @@ class CallbackMetrics(Callback):
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Logs the end; by now callbacks have read what was on its way."""
+        """Logs the final numbers; callbacks have read all pending values by now."""
         self._log_the_end(trainer)
 
     @override
@@ -153,7 +153,7 @@ class CallbackMetrics(Callback):
             logger.log_metrics(dict(numbers), step=step)
 
     def _log_the_end(self, trainer: "pl.Trainer") -> None:
-        """Logs what has come since the last row, at the step of the last batch."""
+        """Logs what has arrived since the last row, at the step of the last batch."""
         if not self._has_run:
             return
         step, numbers = max(0, private_trainer_api.logger_step(trainer) - 1), self._numbers()

@@ -30,7 +30,7 @@ BatchTarget = int | str | Table
 
 
 def parse_schedule(schedule: Table, name: str = "schedule") -> dict[int, int]:
-    """A table with integer thresholds in rising order; strings are read as quantities (``"1_000"``, ``"1.5B"``).
+    """A table with integer thresholds in ascending order; strings are read as quantities (``"1_000"``, ``"1.5B"``).
 
     >>> parse_schedule({"1_000": 4, "0": 1, "1.5B": "8"})
     {0: 1, 1000: 4, 1500000000: 8}
@@ -98,7 +98,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
         target_tokens: the same in tokens: padding included, or those that ``count`` returns.
         ramp: how to get from one target to the next: "stepped" or "linear".
         weight_by: weight of a micro-batch in the mean of its window: "auto" for the items of its loss, or equal weights
-            where these are unknown, which a line says; "token" for its target tokens, "sample" for its batch size,
+            if these are unknown, as a message then says; "token" for its target tokens, "sample" for its batch size,
             "batch" for equal weights. With the last three the loss must be a mean over these; or, if the batch is a
             mapping with ``"num_items_in_batch"``, a sum divided by that, as Hugging Face models make it.
         count: a function that returns the number of tokens in a batch on this rank (int, or scalar tensor); None counts

@@ -115,7 +115,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Finds the modules and wraps their forwards; all of them exist by now."""
+        """Finds the modules, all of which exist by now, and wraps their forwards."""
         with full_model(pl_module):  # a stage of a pipeline may have none of them
             found = select_modules(pl_module, self.modules, type(self).__name__, every=self.every)
         _refuse_other_checkpoints(pl_module)
@@ -156,7 +156,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
     @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """The forward is over."""
+        """The forward has ended."""
         if self._checkpointed is not None:
             self._checkpointed.end_compiled_forward()
             if self._checkpointed.switch.cost is not None:
@@ -182,7 +182,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
 
 
 def _refuse_other_checkpoints(model: nn.Module) -> None:
-    """Two checkpoints around one another would run a module three times."""
+    """Refuses nested checkpoints, which would run a module three times."""
     for name, module in model.named_modules():
         if name.endswith("_checkpoint_wrapped_module"):
             raise MisconfigurationException(

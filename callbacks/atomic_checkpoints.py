@@ -61,7 +61,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
 
     ``strategy.save_checkpoint`` and ``remove_checkpoint``, and for the last two ``load_checkpoint`` and
     ``optimizer_state``, are wrapped during ``fit``, ``validate`` or ``test``; a later ``trainer.save_checkpoint`` is
-    written as without this callback.
+    written as it is without this callback.
 
     Raises:
         MisconfigurationException: at set-up, if checkpoints are written in the background by ``AsyncCheckpointIO``; on
@@ -132,7 +132,7 @@ class AtomicCheckpoints(SettingsRepr, Callback):
 
 
 def _keep_state_as_it_is(patches: Patches, strategy: ModelParallelStrategy) -> None:
-    """Lightning's own strategy writes and reads optimizers whose state is not there as a whole; others are left."""
+    """Lets Lightning's own strategy write and read optimizers with incomplete state; other strategies are unchanged."""
 
     def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
         assert strategy.model is not None
@@ -158,7 +158,7 @@ def _keep_state_as_it_is(patches: Patches, strategy: ModelParallelStrategy) -> N
 
 
 def _check_before_loading(patches: Patches, strategy: Strategy, check: Callable[[Path], None]) -> None:
-    """Has a path checked first, for messages that torch's and Python's would not give."""
+    """Checks a path first, for clearer messages than those of torch and Python."""
 
     def load(checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
         if is_local(checkpoint_path):

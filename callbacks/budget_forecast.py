@@ -29,7 +29,7 @@ _RECENT_POINTS = 200
 
 @dataclass
 class _Fit:
-    """What one fit forecasts from; the points of the run are the callback's."""
+    """What one fit forecasts from; the callback keeps the points of the run."""
 
     budget: RunBudget
     recent: list[tuple[float, float]] = field(default_factory=list)  # seconds and tokens
@@ -126,7 +126,7 @@ class BudgetForecast(SettingsRepr, Callback):
             self._forecast(fit)
 
     def _warn_once(self, trainer: "pl.Trainer", fit: _Fit) -> None:
-        """At the first forecast that is due, and not when the budget is spent."""
+        """Warns at the first forecast that is due, not when the budget is spent."""
         if fit.has_warned:
             return
         fit.has_warned = True

@@ -42,7 +42,7 @@ OnWaste = Literal["report", "extend"]
 
 @dataclass
 class _Fit:
-    """The clock of one fit, and what it has said."""
+    """The clock of one fit, and which messages it has shown."""
 
     started: float | None = None  # while the clock runs
     num_devices: int = 1
@@ -75,9 +75,9 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
             largest micro-batch.
         trim: for "exact" with batches that have no such labels: ``trim(batch, keep_tokens)`` leaves that many tokens in
             the loss, in place, and returns a function that undoes it.
-        on_waste: tokens of skipped optimizer steps are spent ("report"), or made up for ("extend"; it waits for the
-            device once, at the last step).
-        save: write ``budget_reached-step-<step>.ckpt`` beside the Trainer's checkpoints when the budget is spent.
+        on_waste: tokens of skipped optimizer steps are spent ("report"), or replaced by as many more ("extend"; this
+            waits for the device once, at the last step).
+        save: write ``budget_reached-step-<step>.ckpt`` next to the Trainer's checkpoints when the budget is spent.
 
     Raises:
         ValueError: if an argument is not valid.
@@ -150,7 +150,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
     def budget_tokens(self) -> int | None:
         """Tokens on which the run ends: the smallest target, or where ``TokenLearningRate.cooldown_now`` ends it.
 
-        None without such a target, and for targets in parameters or FLOPs before the first ``fit``.
+        None without such a target; for targets in parameters or FLOPs also before the first ``fit``.
         """
         end_tokens = self._controller.state.end_tokens if self._controller is not None else None
         return self._target_tokens if end_tokens is None else end_tokens
@@ -226,7 +226,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         return min((tokens for tokens, _ in self._targets(trainer, pl_module)), default=None)
 
     def _targets(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> list[tuple[int, str]]:
-        """Tokens of each target, and what is said about it."""
+        """Tokens of each target, and its description."""
         targets = [] if self._tokens is None else [(self._tokens, "")]
         if self.tokens_per_parameter is not None or self.flops is not None:
             parameters, used, which = _count_parameters(trainer, pl_module, self.parameters)
@@ -377,7 +377,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         )
 
     def _warn_about_rest(self, cause: str) -> None:
-        """Once per fit, if a budget is known and not spent."""
+        """Warns once per fit, if a budget is known and not spent."""
         if self._fit.has_reported or self.reached or not (self.budget_tokens or self.device_hours):
             return
         self._fit.has_reported = True

@@ -48,7 +48,7 @@ from lightning_mp.resume.resumable_progress import (
 
 @dataclass
 class _Fit:
-    """Where one fit is; kept until the next one, for a checkpoint that is written when it has ended."""
+    """The position of one fit; kept until the next one, for checkpoints that are written after its end."""
 
     positions: list[LoaderPosition | StreamPosition] = field(default_factory=list)
     positions_are_complete: bool = False
@@ -69,14 +69,14 @@ class _Fit:
 class ExactResume(SettingsRepr, Callback):
     """Makes ``fit(ckpt_path=...)`` continue with the next batch and the same random numbers, as if never interrupted.
 
-    Every checkpoint of the run then stores, for each rank, the state of the random generators (torch on the CPU and on
+    Every checkpoint of the run stores, for each rank, the state of the random generators (torch on the CPU and on
     the rank's device, Python, NumPy), the position of every training loader, and the values logged in the epoch so far.
     Loaders need no change: an ordinary ``DataLoader`` with ``shuffle``, a sampler, a batch sampler, a ``generator`` or
     workers; a ``DistributedSampler``; several in a ``CombinedLoader``. A resumed run draws the used indices from the
     sampler again, without loading their samples. Loaders with a ``state_dict``, such as torchdata's
-    ``StatefulDataLoader``, and iterable datasets with one (without workers), continue from it.
+    ``StatefulDataLoader``, and iterable datasets with one (without workers) continue from it.
 
-    A checkpoint of a module with parts that are ``torch.compile(part)`` fits one without, and the other way round, in
+    A checkpoint of a module with compiled parts (``torch.compile(part)``) loads into one without, and vice versa, in
     ``fit`` and in ``validate``, ``test`` and ``predict``.
 
     It changes a run in three ways: each batch that a worker process loads has its own seed, so that augmentation does
@@ -210,7 +210,7 @@ class ExactResume(SettingsRepr, Callback):
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Keeps random states before each fetch, where a batch may be repeated."""
+        """Keeps the random state before each fetch, if a batch may be repeated."""
         if self.record is not None and trainer.is_global_zero and trainer.ckpt_path is None:
             self.record.parent.mkdir(parents=True, exist_ok=True)
             self.record.unlink(missing_ok=True)
@@ -262,7 +262,7 @@ class ExactResume(SettingsRepr, Callback):
         return progress is not None and progress.is_tuning
 
     def _warn_inside_window(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> None:
-        """Of the Trainer's own windows nobody else knows; AccumulationScheduler keeps the gradient of its, or warns."""
+        """Warns for the Trainer's own windows; AccumulationScheduler keeps or reports the gradient of its own."""
         planned = trainer.accumulate_grad_batches
         if type(planned) is not int:  # the scheduler's answer to Lightning's two questions
             return
@@ -272,7 +272,7 @@ class ExactResume(SettingsRepr, Callback):
             warn_about_lost_gradient(planned, position)
 
     def _random(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> dict[str, Any]:
-        """Where random numbers continue, and where they do for what is fetched ahead."""
+        """The random state from which a resumed run continues, and that of batches fetched ahead."""
         epochs, batches = progress["epoch_progress"]["current"], progress["epoch_loop.batch_progress"]["current"]
         fit, now = self._fit, captured(trainer.lightning_module.device)
         if fit.at_end is not None:
@@ -410,7 +410,7 @@ def _gathered(own: dict[str, Any]) -> list[Any]:
 
 
 def _start_workers_aside(loader: "DataLoader[Any]", patches: Patches) -> None:
-    """A resumed run starts them once more, and would draw one more seed than the run before it."""
+    """Keeps the random state: a resumed run starts workers again, and would draw one seed more."""
 
     def get_iterator() -> Any:
         with random_state_kept(torch.device("cpu")):
@@ -449,7 +449,7 @@ def metric_states(module: nn.Module) -> dict[str, Any]:
 
 
 def restore_metric_states(module: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Has metrics of those names continue; metrics that the module does not have any more are left out."""
+    """Restores metrics by name; those that the module no longer has are left out."""
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
     for name in saved.keys() & metrics.keys():
         metric = metrics[name]

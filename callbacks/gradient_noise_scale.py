@@ -50,7 +50,7 @@ _COUNT = "Pass count=, a function from a batch to its number of samples."
 
 @dataclass
 class _Fit:
-    """What is found out about one fit, and what is under way in it."""
+    """Facts about one fit, and its pending numbers."""
 
     trainer: "pl.Trainer"
     reports_norms: bool  # the precision plugin is of this package
@@ -96,8 +96,8 @@ class GradientNoiseScale(SettingsRepr, Callback):
     or more, especially early in a run (Merrill et al. 2025, "Critical Batch Size Revisited").
 
     Per step: one norm over the gradients after the first backward (during it, parameter by parameter, where DDP reduces
-    them at once: windows of one micro-batch) and one reduction of ten numbers; with Lightning's own precision plugins
-    one more pass before the step. Nothing waits for the device: numbers are read one step late.
+    them immediately: windows of one micro-batch) and one reduction of ten numbers; with Lightning's own precision
+    plugins one more pass before the step. Nothing waits for the device: numbers are read one step late.
 
     Args:
         average_steps: time constant of the averages, in optimizer steps. One step's estimate is mostly noise.
@@ -339,7 +339,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
         return {"mp/noise_scale": estimate.samples, **tokens}
 
     def _read(self, fit: _Fit) -> None:
-        """Adds the windows whose numbers are all there."""
+        """Adds the windows whose numbers have all arrived."""
         for step_index in [index for index in fit.closed if not fit.reports_norms or index in fit.big_squares]:
             numbers = fit.closed.pop(step_index).read(fit.big_squares.pop(step_index, None))
             if numbers is not None:
@@ -366,7 +366,7 @@ class GradientNoiseScale(SettingsRepr, Callback):
 
 
 def _is_available(fit: _Fit) -> bool:
-    """Whether this window can have a small gradient; says once why not."""
+    """Whether this window can have a small gradient; logs once why not."""
     trainer, reason = fit.trainer, ""
     if isinstance(trainer.strategy, FSDPStrategy):
         reason = "FSDP1 does not expose gradients of single micro-batches. Use ModelParallelStrategy (FSDP2) or DDP."
@@ -402,7 +402,7 @@ def _closed(fit: _Fit, window: NoiseWindow) -> ClosedNoiseWindow:
 
 
 def _stepped(trainer: "pl.Trainer") -> list[Tensor]:
-    """The optimizers' parameters: others may have a gradient, but none in the step, which the large norm is of."""
+    """The optimizers' parameters: the large norm is that of the step, in which other gradients have no part."""
     return [p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]]
 
 

@@ -41,7 +41,7 @@ from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
 
 @dataclass
 class _Fit:
-    """What is under way in one fit; what was measured is the monitor's."""
+    """The pending readings of one fit; the monitor keeps what was measured."""
 
     trainer: "pl.Trainer"
     uncounted_batches: int  # that come before the one whose operations are counted
@@ -212,7 +212,7 @@ class MFUMonitor(SettingsRepr, Callback):
             )
 
     def _count_in(self, weighting: Weighting, input_tokens: int, batch: Any) -> None:
-        """Finds out what the numbers of the first batch are numbers of."""
+        """Determines what the numbers of the first batch count."""
         if not weighting.counts_tokens:
             raise no_tokens_in(batch, "MFUMonitor", ", or unit='sample' to have all figures per sample")
         self._counted = counted_unit(self.unit, input_tokens, batch, is_counted=weighting.inputs_are_counted(batch))
@@ -267,7 +267,7 @@ class MFUMonitor(SettingsRepr, Callback):
             self._fit.stop_counting()
 
     def _determine_work(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
-        """What a token costs, over all ranks, and what the devices could do; once per fit, with one wait."""
+        """Operations per token over all ranks, and the peak of the devices; once per fit, with one wait."""
         measure = self._controller.measure
         assert measure is not None
         model, again, counted_model = None, None, None
@@ -334,7 +334,7 @@ class MFUMonitor(SettingsRepr, Callback):
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Reads the clock when the totals of an optimizer step are there."""
+        """Reads the clock when the totals of an optimizer step have arrived."""
         fit = self._fit
         assert fit is not None
         if not fit.is_settled:

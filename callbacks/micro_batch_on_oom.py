@@ -33,19 +33,19 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     """Halves the micro-batch when memory runs out in forward or backward, and continues with the same gradient.
 
     The micro-batch is then split into parts, which run one after the other as micro-batches of the same window. Each
-    part weighs what its loss is a mean over (:doc:`/accumulation`), or its samples where that is unknown, so that
-    together they have the gradient of the whole, up to rounding. Before the first part runs, the losses of some samples
-    and of their halves are compared: a loss that is neither their mean nor their sum (in-batch negatives, dice or a
-    variance over the batch) is refused with the numbers. If it is their sum, micro-batches have equal weights from
-    there on.
+    part is weighted by what its loss is a mean over (:doc:`/accumulation`), or by its samples if that is unknown, so
+    that together they have the gradient of the whole, up to rounding. Before the first part runs, the losses of some
+    samples and of their halves are compared: a loss that is neither their mean nor their sum (in-batch negatives, dice
+    or a variance over the batch) is refused with the numbers. If it is their sum, micro-batches have equal weights from
+    then on.
 
     A failed attempt has no side effects: buffers, plain attributes and metrics of the module, logged values and random
-    numbers go back to where the micro-batch began. Gradients are zeroed, and earlier micro-batches of the window
-    are computed again, for which their batches are kept. The size that fitted is used for all following micro-batches
-    of this rank, and is in the checkpoint (that of rank 0). It never grows by itself; set :attr:`size` to None to start
+    numbers are restored to the start of the micro-batch. Gradients are zeroed, and earlier micro-batches of the window
+    are computed again, for which their batches are kept. The size that fits is used for all following micro-batches
+    of this rank; rank 0's is saved in the checkpoint. It never grows by itself; set :attr:`size` to None to start
     over, or to a number to split from the start.
 
-    Parts run inside of Lightning's closure. Batch indices, ``on_train_batch_*``, ``max_steps``, budgets, checkpoints
+    Parts run inside Lightning's closure. Batch indices, ``on_train_batch_*``, ``max_steps``, budgets, checkpoints
     and the optimizer see whole batches:
 
     - A micro-batch that fits is bit-identical to a run without the callback whose micro-batches weigh the same way.
@@ -60,7 +60,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     - Layers that normalise over the batch (BatchNorm) see parts, of two samples or more; a warning says so. Dropout
       masks of parts differ from those of the whole. ``torch.compile`` recompiles for a new size.
 
-    It does not cover the optimizer step itself, validation, collectives inside of the training step, and steps that
+    It does not cover the optimizer step itself, validation, collectives inside the training step, and steps that
     change their batch in place.
 
     Args:
@@ -93,7 +93,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
     @property
     def size(self) -> int | None:
-        """Samples in a part at most; None while everything has fitted."""
+        """Largest number of samples in a part; None as long as everything has fitted."""
         return self._state.size
 
     @size.setter
@@ -111,7 +111,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Has batches run in parts where they do not fit."""
+        """Lets batches that do not fit run in parts."""
         _refuse_module(trainer, pl_module)
         mixing = [name for name, module in pl_module.named_modules() if "BatchNorm" in type(module).__name__]
         self._state.least = 2 if mixing else 1

@@ -35,9 +35,9 @@ class OverflowMonitor(SettingsRepr, Callback):
     ``mp/overflow_rate`` (skipped over attempted steps) and ``mp/grad_norm`` (true norm before clipping; with the
     plugins of this package, or with ``guard``). Totals are saved in the checkpoint.
 
-    A run that only skips steps is stopped, see ``stop_after_skips``. A warning at the end of a fit reports
-    skipped steps that are all steps (of 3 or more), half of them or more (and 10 or more), or more than a tenth (and
-    more than 48, which a falling loss scale explains).
+    A run that only skips steps is stopped, see ``stop_after_skips``. A warning at the end of a fit reports skips if
+    they are all steps (3 or more), at least half of them (10 or more), or more than a tenth (more than the 48 that a
+    falling loss scale explains).
 
     The precision plugins of this package keep learning-rate schedulers and averaged weights from advancing on a skipped
     step. With Lightning's own plugins, this callback does so.
@@ -275,7 +275,7 @@ class OverflowMonitor(SettingsRepr, Callback):
 
 
 def _unhealthy_streak(scaler: object) -> int:
-    """Skips in a row, more than any healthy run has: about twice what a scale needs to fall all the way.
+    """More skips in a row than any healthy run has: about twice as many as the scale needs to fall all the way.
 
     >>> import torch
     >>> _unhealthy_streak(None)
@@ -300,7 +300,7 @@ def _are_many(skips: int, attempts: int) -> bool:
 
 
 class RealStepLimit:
-    """Raises the Trainer's ``max_steps`` by one for every skipped step, and puts the user's number back at the end.
+    """Raises the Trainer's ``max_steps`` by one for every skipped step, and restores the user's number at the end.
 
     Lightning compares ``max_steps`` with ``trainer.global_step``, which counts attempts. A run with ``max_steps=1000``
     and 30 skips makes 970 steps there, and 1000 with this.
@@ -326,7 +326,7 @@ class RealStepLimit:
             private_trainer_api.set_max_steps(self._trainer, self._asked_max_steps + skipped_steps)
 
     def is_reached(self) -> bool:
-        """Whether Lightning would stop now, if no skip is still on its way."""
+        """Whether Lightning would stop now, if no skip is still pending."""
         return self._trainer.max_steps != -1 and self._trainer.global_step >= self._trainer.max_steps
 
     def detach(self) -> None:
@@ -336,7 +336,7 @@ class RealStepLimit:
 
 @dataclass
 class _Fit:
-    """What one fit needs; the totals are the monitor's."""
+    """The state of one fit; the monitor keeps the totals."""
 
     trainer: "pl.Trainer"
     has_scale: bool

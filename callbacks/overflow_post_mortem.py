@@ -65,8 +65,8 @@ class OverflowPostMortem(SettingsRepr, Callback):
     skipped steps and at the end. The files and ``reports`` contain every skipped step.
 
     Each report names the parameters whose gradients were not finite. The precision plugins of this package know them
-    from the norms that they compute anyway; with Lightning's own plugins, which need an
-    :class:`~lightning_mp.OverflowMonitor` beside this callback, the gradients are read once. Until a step is skipped,
+    from the norms that they compute anyway; with Lightning's own plugins, which also need an
+    :class:`~lightning_mp.OverflowMonitor`, the gradients are read once. Until a step is skipped,
     the only cost is one pass over the weights at the start of the run: weights that grow to 100 times their size mean
     divergence.
 
@@ -86,7 +86,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
 
     Args:
         replay: rerun the batches of a skipped step.
-        dirpath: folder for the JSON files; None puts them beside the checkpoints, or into ``trainer.default_root_dir``
+        dirpath: folder for the JSON files; None puts them next to the checkpoints, or into ``trainer.default_root_dir``
             where none are written.
         max_replays: at most this many skipped steps per fit are replayed; later ones are reported without a replay.
 
@@ -154,7 +154,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Reads the last outcome while its batch can still be run again; logs a summary."""
+        """Reads the last outcome while its batch can still be rerun; logs a summary."""
         RunState.of(trainer).flush()
         self._make_up(trainer, pl_module)
         self._fit.end()
@@ -207,7 +207,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def on_after_optimizer_step(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
     ) -> None:
-        """Reports a skip; releases the batches of a step that was made."""
+        """Reports a skip; releases the batches of a step that was taken."""
         fit = self._fit
         if outcome.skipped:
             parameters = _nonfinite_parameters(trainer, pl_module, outcome)
@@ -249,7 +249,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self._publish(trainer, report)
 
     def _growth(self, pl_module: "pl.LightningModule") -> WeightGrowth | None:
-        """Of this rank's weights; None if it is no sign of divergence."""
+        """Growth of this rank's weights; None if it is no sign of divergence."""
         now = weight_rms(pl_module).tolist()
         at_start = self._rms_at_start.tolist() if self._rms_at_start is not None else now
         return largest_growth(parameter_names(pl_module), at_start, now) if len(at_start) == len(now) else None

@@ -1,4 +1,4 @@
-"""The dtype that every module and operation really used."""
+"""The dtype that every module and operation actually used."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -156,7 +156,7 @@ class PrecisionAudit(SettingsRepr, Callback):
 def _of_all_stages(
     report: AuditReport, saw_backward: bool, pl_module: "pl.LightningModule"
 ) -> tuple[AuditReport, bool]:
-    """A stage without anything to train may have seen no backward, and comes here all the same."""
+    """The records of all stages; a stage without anything to train takes part even if it has seen no backward."""
     gathered = all_gathered((report, saw_backward))
     with full_model(pl_module):
         names = [name for name, _ in named_modules(pl_module)]
@@ -164,7 +164,7 @@ def _of_all_stages(
 
 
 def _asked_of(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> RequestedPrecision:
-    """The precision that the plugin has; its policy and its fp8 layers by their public attributes."""
+    """The precision of a plugin, with its policy and its fp8 layers, read from public attributes."""
     plugin = trainer.precision_plugin
     policy = getattr(plugin, "policy", None)
     layers = getattr(plugin, "layers", []) if makes_true_gradients(plugin) else []  # Float8Precision has some

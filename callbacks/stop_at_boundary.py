@@ -27,7 +27,7 @@ from lightning_mp.resume.resumable_progress import ResumableProgress
 
 @dataclass
 class _Fit:
-    """What was asked of one fit, and the signal handlers that it has replaced."""
+    """The stop requested in one fit, and the signal handlers that it has replaced."""
 
     started: float = field(default_factory=time.monotonic)
     asked_by: str | None = None  # the name of a signal
@@ -36,7 +36,7 @@ class _Fit:
     handlers: dict[int, Any] = field(default_factory=dict)
 
     def replace_handlers(self, signals: Iterable[str]) -> None:
-        """Has signals recorded, where that is possible."""
+        """Records signals, where that is possible."""
         if threading.current_thread() is threading.main_thread():
             for name in signals:
                 number = signal.Signals[name]
@@ -55,7 +55,7 @@ class _Fit:
             signal.raise_signal(number)
 
     def restore_handlers(self) -> None:
-        """Puts back what was there, unless Lightning already has."""
+        """Restores the earlier handlers, unless Lightning already has."""
         for number, handler in self.handlers.items():
             if signal.getsignal(number) == self.on_signal:
                 signal.signal(number, handler)
@@ -65,14 +65,14 @@ class StopAtBoundary(SettingsRepr, Callback):
     """Saves and ends the run at the next optimizer step after a signal or a time limit.
 
     On SIGTERM Lightning stops immediately, even inside an accumulation window, and writes nothing. With this callback
-    the first signal is recorded, the window is finished, ``stopped-step-<step>.ckpt`` is written beside the other
+    the first signal is recorded, the window is finished, ``stopped-step-<step>.ckpt`` is written next to the other
     checkpoints, and ``fit`` returns. A second signal acts as it would without this callback. All ranks stop at the same
     step, even if only one received the signal: they sum a flag after every step and read it one step later, so that
     nothing waits for it.
 
     Lightning validates before it stops; here it does so only if a validation is due at that step.
 
-    It puts itself last among the Trainer's callbacks, since it saves the state of the others.
+    The callback moves to the end of the Trainer's callbacks, since it saves the state of the others.
 
     Args:
         signals: names of the signals to handle. Ctrl-C is "SIGINT".

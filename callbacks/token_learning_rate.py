@@ -53,7 +53,7 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     Raises:
         ValueError: if an argument is not valid.
-        MisconfigurationException: at set-up, without a horizon, beside a learning-rate scheduler, or with an
+        MisconfigurationException: at set-up, without a horizon, with a learning-rate scheduler, or with an
             optimizer that has no rate; with the first batch, if tokens cannot be counted in it.
 
     References:
@@ -100,7 +100,7 @@ class TokenLearningRate(SettingsRepr, Callback):
 
     @property
     def _trained_tokens(self) -> int:
-        """Of all steps but the current one: the window of that one has just been closed, or is open."""
+        """Tokens of all steps but the current one, whose window has just been closed or is open."""
         return self._controller.counter.tokens_before_last_window - self._controller.counter.skipped_tokens
 
     @property
@@ -123,7 +123,7 @@ class TokenLearningRate(SettingsRepr, Callback):
         from a checkpoint, call this before ``fit(ckpt_path=...)``.
 
         It may be called at any time, on one rank or on all, even from a signal handler. All ranks apply it together,
-        one optimizer step later. The last call wins.
+        one optimizer step later. The last call applies.
 
         Args:
             tokens: length of the cooldown, a whole number or a string such as "1.5B".
@@ -346,7 +346,7 @@ class CooldownRequest:
         self._asked = AsyncAllReduce(2)
 
     def agree(self, device: torch.device) -> float:
-        """What ranks have requested; 0 for nothing. To be called on all of them when a window opens."""
+        """What ranks have requested; 0 for nothing. Call it on all ranks when a window opens."""
         asked, self.amount = self.amount, 0.0
         ranks, total = self._asked.add([float(asked > 0), asked], device)
         return total / ranks if ranks else 0.0
@@ -359,7 +359,7 @@ class CooldownRequest:
         return max(1, round(trained_tokens * amount / (1 - amount)))
 
     def state_dict(self) -> dict[str, Any]:
-        """What was requested and is not agreed on yet."""
+        """Requests that ranks have not agreed on yet."""
         return {"amount": self.amount, "sums": self._asked.arrived()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ HISTORY_OBSERVATIONS = 1000
 
 @dataclass(frozen=True)
 class _Pending:
-    """An observation on its way to the host."""
+    """An observation in transfer to the host."""
 
     trainer: "pl.Trainer"
     step_index: int
@@ -64,7 +64,7 @@ class _Pending:
 
 @dataclass
 class _Fit:
-    """What is under way in one fit; what was seen is kept by the monitor."""
+    """The pending observation of one fit; the monitor keeps the results."""
 
     pending: _Pending | None = None
     hooks: ActivationWatch | None = None  # on the modules, during a micro-batch of an observed step
@@ -74,7 +74,7 @@ class _Fit:
     scale_now: Tensor | None = None
 
     def detach(self) -> None:
-        """Takes the hooks off the modules."""
+        """Removes the hooks from the modules."""
         hooks, self.hooks = self.hooks, None
         if hooks is not None:
             hooks.detach()
@@ -257,7 +257,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
 
     @override
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Reads the last observation: the device, busy with this backward, finished it long ago."""
+        """Reads the last observation: the device has finished it before this backward."""
         if self._fit.backwards is not None:
             self._fit.backwards.detach()
         if self._fit.pending is not None and self._fit.pending.step_index < trainer.global_step:
@@ -304,7 +304,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
     # -- from the device to the logger ---------------------------------------------------------------------------------
 
     def _backwards(self, pl_module: "pl.LightningModule") -> BackwardWatch:
-        """The watch of the observed step's backwards; it has seen nothing where the module called them itself."""
+        """The watch of the observed step's backwards; empty if the module ran them itself."""
         return self._fit.backwards or BackwardWatch(pl_module.device, self._warn_once)
 
     def _factor(self, loss_scale: Tensor | None, *, already_scaled: bool) -> Tensor | float | None:
@@ -340,7 +340,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         self._fit.pending = _Pending(trainer, step_index, names, numbers, kept_in_fp32)
 
     def _flush_pending(self) -> None:
-        """Reads the observation that is on its way, if there is one."""
+        """Reads the pending observation, if there is one."""
         pending, self._fit.pending = self._fit.pending, None
         if pending is None:
             return

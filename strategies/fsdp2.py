@@ -109,10 +109,10 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         tensor_parallel_size: over how many ranks each layer of the plan is split; they are neighbours, so use no more
             than a node has.
         tensor_parallel_plan: globs over names of layers to styles
-            (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), the first match wins; "auto" or None for Hugging
-            Face's Llama and GPT-2 and the GPT of ``lightning-mp demo``: attention runs on each rank's heads only, and
-            the loss is computed on logits that stay split by vocabulary (``F.cross_entropy`` and
-            ``nn.CrossEntropyLoss``, also inside of transformers; in training any other use of the logits gathers them,
+            (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), of which the first match applies; "auto" or None
+            for Hugging Face's Llama and GPT-2 and the GPT of ``lightning-mp demo``: attention runs on each rank's heads
+            only, and the loss is computed on logits that stay split by vocabulary (``F.cross_entropy`` and
+            ``nn.CrossEntropyLoss``, also inside transformers; in training any other use of the logits gathers them,
             on all ranks together; in evaluation they are whole). "auto_sequence" also splits the sequence, in and
             between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can be values of a mapping:
             ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with a different head, and "whole" leaves a layer
@@ -123,7 +123,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         async_checkpoints: write shards in the background: a save copies them to host memory and training continues. A
             folder gets its name when all ranks have written, and only then are older ones removed. One is written at a
             time, and ``fit`` returns, or raises, after the last one is complete; its failure ends training at one of
-            the next two batches. After ``fit``, ``trainer.save_checkpoint`` writes at once.
+            the next two batches. After ``fit``, ``trainer.save_checkpoint`` writes synchronously.
         process_group_backend: "nccl" or "gloo"; None uses the device's default.
         timeout: timeout of collective operations.
 
@@ -364,7 +364,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        """Frees the weights that are gathered for the whole of a step; no backward has done it."""
+        """Frees the weights that are gathered for a whole step, since no backward has done so."""
         self._free_gathered_weights()
 
     @override
@@ -392,7 +392,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         """The shards, or on rank 0 the whole, with parameters in the order of the optimizer."""
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self.lightning_module is not None:
-            convert_optimizer_states(self.lightning_module, [inner])  # it may have been made inside of the fit
+            convert_optimizer_states(self.lightning_module, [inner])  # it may have been made inside the fit
         if not self.save_distributed_checkpoint:
             return full_optimizer_state(inner, keep=self.is_global_zero)
         with without_synthetic_step(inner):
@@ -475,7 +475,7 @@ def check_earlier_layout(module: nn.Module, wanted: Mapping[str, int], owner: st
 def clear_failed_step(module: nn.Module) -> None:
     """Frees weights that an exception has left gathered in the middle of a forward or backward, and their gradients.
 
-    Until torch 2.13, which has ``FSDPModule.reset_iter_state``, weights that are gathered for a whole step stay so.
+    Before torch 2.13, which has ``FSDPModule.reset_iter_state``, weights that are gathered for a whole step stay so.
     """
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor):

@@ -39,7 +39,7 @@ def shard_model(
     device: torch.device,
     reshard_after_forward: bool | int | None,
 ) -> None:
-    """Brings unit after unit to life, onto the device, splits its layers and shards it; the model itself last."""
+    """Materializes each unit on the device, splits its layers and shards it; the model itself comes last."""
     refuse_odd_parameters(module, "FSDP2Strategy")
     lost = not_initialisable(module)
     if lost:
@@ -93,7 +93,7 @@ def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precis
 def gather_in_steps(module: nn.Module, patches: Patches) -> None:
     """Lets the step methods of a unit gather and free its weights as its forward does, until the run ends.
 
-    Inside of them ``self(...)`` gathers nothing again, and leaves the weights for what comes after it.
+    Inside these methods ``self(...)`` does not gather again, and keeps the weights gathered.
     """
     if not isinstance(module, FSDPModule):
         return

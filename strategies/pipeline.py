@@ -1,4 +1,4 @@
-"""Pipeline parallelism on torch.distributed.pipelining, with data parallelism beside it. Experimental."""
+"""Pipeline parallelism on torch.distributed.pipelining, optionally with data parallelism. Experimental."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,11 +58,11 @@ _MICROBATCHES_PER_STAGE = 4
 
 
 class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
-    r"""Splits a model into consecutive stages that work on different parts of a batch at once. Experimental.
+    r"""Splits a model into consecutive stages that process parts of a batch concurrently. Experimental.
 
     .. code-block:: python
 
-        class Model(L.LightningModule):
+        class Model(pl.LightningModule):
             def pipeline_layers(self):                       # in order
                 return [self.embedding, *self.blocks, self.norm, self.head]
 
@@ -80,7 +80,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     Each stage has only its own layers, with their gradients and optimizer states. A batch is split into microbatches
     along its samples; while one stage works on the second microbatch, the next one works on the first. The gradient is
     that of the whole batch: microbatches are weighted by tokens if the batch has token labels, else by samples.
-    Anything else that a layer needs, such as a mask, it takes from its microbatch
+    A layer takes anything else that it needs, such as a mask, from its microbatch
     (:class:`~lightning_mp.pipelining.PipelineLayer`).
 
     Stages are idle while the pipeline fills and drains: for :math:`(s - 1) / (m + s - 1)` of each step, with :math:`s`
@@ -186,7 +186,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         return GradientReplication(None, self.replicas, self.replicas, tied)
 
     def whole_optimizer(self, optimizer: Optimizer) -> list[tuple[str, Tensor | None, int]]:
-        """Name of every parameter of the whole optimizer, the parameter if it is here, and on how many ranks it is."""
+        """Name, parameter if it is on this rank, and number of ranks, for all parameters of the whole optimizer."""
         assert self._split is not None
         parts = self._parts.get(optimizer) or self._agree_on_groups(optimizer)
         own = [p for group in optimizer.param_groups for p in group["params"]]
@@ -301,7 +301,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         assert self._split is not None
         assert self.lightning_module is not None
         known = self._parts.get(optimizer)
-        if known is None:  # it was made inside of the fit
+        if known is None:  # it was made inside the fit
             known = OptimizerParts((), (), (), next(iter(self._parts.values())).name_of)
         self._parts[optimizer] = parts = with_added_groups(
             known, optimizer, self.lightning_module.parameters(), self._split.parameter_names
@@ -311,14 +311,14 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _backward_context(self) -> AbstractContextManager[Any]:
-        # Schedules run backwards inside of training_step, whose autocast a backward must not see.
+        # Schedules run backwards inside training_step, whose autocast a backward must not see.
         own: Callable[[], AbstractContextManager[Any]] | None = getattr(self.precision_plugin, "backward_context", None)
         return own() if own is not None else torch.autocast(self.root_device.type, enabled=False)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients stay as each rank has them: not the last micro-batch of a window."""
+        """Inside it gradients are not reduced: for all but the last micro-batch of a window."""
         assert self._gradients is not None
         with self._gradients.kept_local():
             yield

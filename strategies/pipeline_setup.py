@@ -1,4 +1,4 @@
-"""Set-up of a pipeline: what is refused, the split, and what is said about it."""
+"""Set-up of a pipeline: refusals, the split into stages, and its description."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def arguments_of_any_strategy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_split_points(split_points: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Checks the argument; a name alone is one split point.
+    """Checks the argument; a single name is one split point.
 
     >>> read_split_points("blocks.2"), read_split_points(["blocks.1", "blocks.2"])
     (('blocks.2',), ('blocks.1', 'blocks.2'))
@@ -62,7 +62,7 @@ def read_split_points(split_points: Sequence[str] | None) -> tuple[str, ...] | N
 
 
 def refuse_what_cannot_be_split(trainer: "pl.Trainer", strategy: ParallelStrategy) -> None:
-    """Refuses plugins, callbacks and settings that look at one rank only, or have copied the whole model."""
+    """Refuses plugins, callbacks and settings that consider one rank only, or have copied the whole model."""
     owner = "PipelineParallelStrategy"
     why = "looks at one rank only, and stages would skip different steps"
     refuse_scaler_of_torch(trainer.precision_plugin, owner, why)
@@ -104,7 +104,7 @@ def split_into_stages(
 
 
 def description(split: StageSplit, *, microbatches: int, replicas: int, schedule: str) -> str:
-    """What each stage holds, and how long it will be idle."""
+    """The layers of each stage, and the fraction of time in which it is idle."""
     bounds = [*split.first_layers, len(split.layer_names)]
     parts = [
         f"stage {stage}: {split.layer_names[first]} to {split.layer_names[last - 1]},"

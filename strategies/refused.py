@@ -1,4 +1,4 @@
-"""What none of our strategies that spread a model over ranks can work with, and what to use instead."""
+"""What no strategy that distributes a model over ranks supports, and what to use instead."""
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -22,7 +22,7 @@ def refuse_scaler_of_torch(plugin: Precision, owner: str, why: str) -> None:
 
 
 def refuse_copies_of_the_model(trainer: "pl.Trainer", owner: str, before: str) -> None:
-    """Refuses callbacks of Lightning that have copied the model by now; the copy stays whole, and on every rank."""
+    """Refuses Lightning's callbacks that have already copied the model: every rank would keep a whole copy."""
     for callback in private_trainer_api.callbacks_of(trainer):
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
             raise MisconfigurationException(
@@ -32,7 +32,7 @@ def refuse_copies_of_the_model(trainer: "pl.Trainer", owner: str, before: str) -
 
 
 def refuse_own_parallelism(module: nn.Module, owner: str) -> None:
-    """Refuses a model that ``configure_model`` has split over ranks already, where a strategy is about to do it."""
+    """Refuses a model that ``configure_model`` has already distributed over ranks."""
     split = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     if split:
         raise MisconfigurationException(
@@ -44,7 +44,7 @@ def refuse_own_parallelism(module: nn.Module, owner: str) -> None:
 
 
 def refuse_sync_batchnorm(strategy: ParallelStrategy, owner: str, why: str) -> None:
-    """Refuses ``Trainer(sync_batchnorm=True)``, of which a strategy would make nothing, or something else."""
+    """Refuses ``Trainer(sync_batchnorm=True)``, which a strategy would ignore or change."""
     if private_sharding_api.uses_sync_batchnorm(strategy):
         raise MisconfigurationException(
             f"{owner} cannot be used with Trainer(sync_batchnorm=True): batch norms stay plain, {why}. Use a"

@@ -1,4 +1,4 @@
-"""What waits for the end of an accumulation window, for the time of one ``fit``."""
+"""What is deferred to the end of an accumulation window, during one ``fit``."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,7 +66,7 @@ class AccumulationBoundary:
         Patches.of(trainer).at_end(self._detach)
 
     def start(self) -> None:
-        """Training starts: by now every monitor is there. With outcomes, skipped steps do not count."""
+        """Training starts, and every monitor is set up. With outcomes, skipped steps do not count."""
         if StepOutcomeSource.of(self._trainer) is None:
             # Again before each step: a fit may have been given other schedulers since the last one.
             self.before_step = LearningRateFrequency(self._trainer, lambda: 0).attach().attach
@@ -88,7 +88,7 @@ class AccumulationBoundary:
         return self._carry_over is not None and another_epoch_follows(self._trainer)
 
     def end(self) -> None:
-        """The micro-batch is over."""
+        """The micro-batch has ended."""
         if self._reductions is not None:
             self._reductions.end()
         if self._carry_over is not None:
@@ -111,8 +111,8 @@ def defer_checkpoints(trainer: "pl.Trainer", is_open: Callable[[], bool]) -> Non
 
     A checkpoint that comes due there (a time interval, a validation in the middle, the first micro-batch after a
     resume) is written after the window's optimizer step, with the metrics it was to be judged by. Where it is judged by
-    a metric, these are not those of the weights in the file, which is said once. A checkpoint of weights alone has no
-    gradient to lose, and is written at once.
+    a metric, these are not the metrics of the weights in the file; a message says so once. A checkpoint of weights
+    alone has no gradient to lose, and is written immediately.
     """
     has_reported = False
 

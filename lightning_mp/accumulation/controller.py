@@ -57,7 +57,7 @@ class _Fit:
     before_steps: list[Callable[[], None]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
     is_in_backward: bool = False
-    takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which nobody sees before
+    takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which hooks do not see before
     has_no_loss: bool = False  # of the current micro-batch, on this rank; others may have one
     step_has_window: bool = False  # the last step had a window; a step without any loss has none
 
@@ -79,8 +79,8 @@ class AccumulationController(RunCounts):
         g       <- sum_i grad(loss_i), then the mean over W ranks
         g       <- g * (W * n_ref * N / sum_{r,i} n_{r,i}) with the clip and unscale factor, or once before the step
 
-    ``n_ref`` is the count of the run's first micro-batch on rank 0. Where all micro-batches are alike, or a step is one
-    micro-batch, every factor is exactly 1, and a full window equals Lightning's to the last bit.
+    ``n_ref`` is the count of the run's first micro-batch on rank 0. If all micro-batches have the same count, or a step
+    is one micro-batch, every factor is exactly 1, and a full window equals Lightning's to the last bit.
 
     The pure functions of ``lightning_mp.accumulation.windows`` decide. The controller calls them from Lightning's hooks
     and keeps what they return. Others read it, and call its methods; they never write to it.
@@ -121,9 +121,9 @@ class AccumulationController(RunCounts):
 
     @classmethod
     def weigh_by_loss(cls, trainer: "pl.Trainer") -> "AccumulationController":
-        """For precision plugins: micro-batches weigh what their loss averages over, in Lightning's own windows.
+        """For precision plugins: weights micro-batches by what their loss averages over, in Lightning's own windows.
 
-        Where callbacks have requested windows or weights, they are theirs.
+        If callbacks have requested windows or weights, these apply instead.
         """
         controller = cls.of(trainer)
         if controller is None or controller.settings.weighting is None:
@@ -159,7 +159,7 @@ class AccumulationController(RunCounts):
     @property
     @override
     def weight_by(self) -> WeightBy | None:
-        """What micro-batches weigh; None where Lightning's division gives them equal weights."""
+        """How micro-batches are weighted; None where Lightning's division gives them equal weights."""
         weighing = self._fit.weighing
         if weighing is None or weighing.source is None or weighing.is_equal:
             return None
@@ -168,13 +168,13 @@ class AccumulationController(RunCounts):
     @property
     @override
     def measure(self) -> Measure | None:
-        """The present micro-batch; None where micro-batches are not weighted."""
+        """The current micro-batch; None where micro-batches are not weighted."""
         return self.state.micro_batch.measure if self.state.micro_batch is not None else None
 
     @property
     @override
     def loss_factor(self) -> float | Tensor:
-        """By what the loss of the present micro-batch is multiplied, beside Lightning's division."""
+        """Factor of the current micro-batch's loss, in addition to Lightning's division."""
         return self.state.micro_batch.factor if self.state.micro_batch is not None else 1.0
 
     def input_tokens(self, batch: Any) -> int:
@@ -237,7 +237,7 @@ class AccumulationController(RunCounts):
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Continues a window that was saved open; ends a resumed run at once if its budget is spent."""
+        """Continues a window that was saved open; ends a resumed run immediately if its budget is spent."""
         if self.settings.follows_trainer:
             self.state = self.state.in_layout(DataLayout.of(trainer))
         boundary = self._fit.boundary
@@ -454,7 +454,7 @@ class AccumulationController(RunCounts):
             assert self.state.micro_batch is not None
             factor = self.state.micro_batch.factor
             divided_by = int(trainer.accumulate_grad_batches)
-            if divided_by != self.state.window.planned:  # it was set inside of a window
+            if divided_by != self.state.window.planned:  # it was set inside a window
                 factor = factor * (divided_by / self.state.window.planned)
             if isinstance(factor, Tensor):
                 loss.mul_(factor.to(loss.device))
@@ -632,7 +632,7 @@ class AccumulationController(RunCounts):
 
 
 def _nothing_known() -> "LossWeights":
-    """Imported here: who only monitors a run need not read how losses are weighed."""
+    """Imported here, so that code that only monitors a run does not depend on the weighing of losses."""
     from lightning_mp.tokens.loss_weights import LossWeights
 
     return LossWeights()

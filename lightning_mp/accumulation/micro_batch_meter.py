@@ -47,7 +47,7 @@ class MicroBatchMeter:
         self._is_alone = num_data_ranks(trainer) == 1
 
     def look(self, batch: Any, measure: Measure, window: Window, budget: TokenBudget | None) -> tuple[Measure, bool]:
-        """Looks at the rows of a micro-batch, and trims it if the budget ends in it."""
+        """Inspects the rows of a micro-batch, and trims it if the budget ends in it."""
         if self.weighting.takes_rows(batch):
             self._ragged.look(batch)
         if budget is None:

@@ -15,7 +15,7 @@ from lightning_mp.core.patches import Patches
 
 
 def replace_missing_losses(trainer: "pl.Trainer", report: Callable[[], None]) -> None:
-    """Has a training step that returns None return a loss without items, after a call of ``report``.
+    """Lets a training step that returns None return a loss without items, after a call of ``report``.
 
     Lightning refuses None on several ranks, which would wait for each other. A sharded strategy gathers weights in
     forward, so there a rank cannot take part without one, and Lightning's refusal stays.

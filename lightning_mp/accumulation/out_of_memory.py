@@ -1,4 +1,4 @@
-"""Errors that say that memory ran out: which they are, what to let go of, and what to try next."""
+"""Errors that say that memory ran out: how to recognise them, what to free, and what to try next."""
 
 import gc
 import traceback
@@ -13,7 +13,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     That is ``torch.OutOfMemoryError`` (CUDA's and other accelerators' allocator), cuBLAS that finds no room for its
     handle, what Lightning's batch-size finder takes for one (also cuDNN's "not supported" for inputs that are too
     large), and torch's CPU allocator, which speaks of "not enough memory" or "can't allocate memory". Python's own
-    ``MemoryError`` is not: it comes from code outside of torch, and fewer samples need not help.
+    ``MemoryError`` is not: it comes from code outside torch, and fewer samples need not help.
 
     >>> import torch
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(RuntimeError("shape"))

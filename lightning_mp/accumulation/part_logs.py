@@ -36,8 +36,8 @@ def merge_logged(values: Sequence[Any], weights: Sequence[float | Tensor], reduc
 class PartLogs:
     """Holds back what ``self.log`` is given while parts run; logs it once afterwards, in the order of first calls.
 
-    It holds back what a batch in one part logs, too: ranks meet for ``sync_dist=True`` after their backwards, however
-    many parts each of them has run.
+    It also holds back what a batch in one part logs: ranks reduce ``sync_dist=True`` values after their backwards,
+    however many parts each has run.
     """
 
     def __init__(self, trainer: "pl.Trainer") -> None:
@@ -54,7 +54,7 @@ class PartLogs:
         self._calls.clear()
 
     def begin_part(self, part: int) -> None:
-        """What is logged from here on belongs to this part."""
+        """What is logged from now on belongs to this part."""
         self._part = part
         self._repeats.clear()
 

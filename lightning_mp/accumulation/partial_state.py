@@ -1,4 +1,4 @@
-"""A window that is not over, in a checkpoint."""
+"""An unfinished window in a checkpoint."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Self
@@ -34,7 +34,7 @@ class PartialAccumulation:
 
     @classmethod
     def of(cls, trainer: "pl.Trainer", module: nn.Module, planned: int, position: int, totals: Tensor) -> Self:
-        """Gathers it; to be called on all ranks.
+        """Gathers it; call it on all ranks.
 
         On one process gradients are saved to the bit. On several the window's gradient is the mean over ranks anyway,
         so that every rank may continue from the mean; the sum is then the same up to rounding. A rank that has not
@@ -117,7 +117,7 @@ class PartialAccumulation:
 
 
 def mean_over_ranks(module: nn.Module) -> dict[str, Tensor]:
-    """The gradients of a module, by name: copies, their mean over all ranks. To be called on all of them.
+    """The gradients of a module by name: copies of their mean over all ranks. Call it on all ranks.
 
     Ranks agree first which parameters have a gradient on any of them; where a rank has none, it adds zeros.
     """

@@ -1,4 +1,4 @@
-"""A batch that does not fit into memory, in parts: micro-batches of its window, inside of Lightning's closure.
+"""A batch that does not fit into memory, in parts: micro-batches of its window, inside Lightning's closure.
 
 .. code-block:: text
 
@@ -11,8 +11,8 @@
        v
     reduction over ranks, logs, on_after_backward: once
 
-Nothing outside of the closure sees parts: batch indices, counters, batch hooks, budgets and checkpoints are those of
-whole batches. Each part weighs what the accumulation controller reads from its loss.
+Nothing outside the closure sees parts: batch indices, counters, batch hooks, budgets and checkpoints are those of
+whole batches. The accumulation controller weights each part by its loss.
 
 Under DDP each rank repeats alone. Its parts run without reduction; then the gradient goes through DDP's own reducer,
 for which the other ranks wait in their backwards. Where the shapes of a batch have fitted before, its backward overlaps
@@ -72,7 +72,7 @@ class _Batch:
     zero_grad: Callable[[], None] | None  # until that is done
 
     def return_to(self, controller: AccumulationController, *, carries_totals: bool = False) -> None:
-        """Where it began: random numbers, the module's buffers and attributes, what is counted."""
+        """Restores its start: random numbers, the module's buffers and attributes, counts."""
         self.restore_module()
         self.random_state.restore()
         controller.return_to(self.counted, carries_totals=carries_totals)
@@ -329,5 +329,5 @@ def _shapes(batch: Any) -> tuple[torch.Size, ...]:
 
 
 def _versions(batch: Any) -> list[int]:
-    """They tell whether something was written into its tensors."""
+    """Versions of its tensors, which show whether one was written to."""
     return [0 if tensor.is_inference() else private_tensor_api.version_of(tensor) for tensor in tensors_in(batch)]

@@ -1,4 +1,4 @@
-"""What each micro-batch weighs in the mean of its window, and the line that says so: exact, or as in Lightning."""
+"""The weight of each micro-batch in the mean of its window, exact or as in Lightning, and the message about it."""
 
 import math
 import warnings
@@ -22,7 +22,7 @@ from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown, read_it
 from lightning_mp.tokens.loss_weighting import Weighting
 from lightning_mp.tokens.loss_weights import LossWeights
 
-#: What weights come from: losses, a count of the batch (by hand, or in a pipeline), or nothing.
+#: What weights come from: losses, a count of the batch (explicit, or in a pipeline), or nothing.
 Source = Literal["loss", "batch"] | None
 
 _CHECKED_LOSSES = 8
@@ -31,7 +31,7 @@ _CHECKED_LOSSES = 8
 class MicroBatchWeighing:
     """The weights of one fit.
 
-    Ranks meet with their first losses, and where a loss has turned out to be unknown: then they say why, on one line.
+    Ranks exchange their first losses, and the reason, in one message, once a loss turns out to be unknown.
     """
 
     def __init__(self, trainer: "pl.Trainer", settings: AccumulationSettings, losses: LossWeights) -> None:
@@ -57,7 +57,7 @@ class MicroBatchWeighing:
         self._versions: dict[nn.Parameter, int] = {}  # of gradients, while they are watched
         self._closed: HostCopy | None = None  # totals of the last window, until they have been read
         self._why = ""  # the first loss in this window that is unknown on this rank
-        self.may_meet = False  # ranks meet once in each micro-batch, whatever some of them repeat
+        self.may_meet = False  # ranks communicate once in each micro-batch, whatever some of them repeat
 
     @property
     def is_equal(self) -> bool:
@@ -175,7 +175,7 @@ class MicroBatchWeighing:
         return windows.next_reference(state, totals[ITEMS], totals[LOSSES])
 
     def _meet(self, state: AccumulationState, reading: Items | Unknown) -> AccumulationState:
-        """Ranks settle with their first losses what micro-batches weigh."""
+        """Ranks settle the weights of micro-batches with their first losses."""
         self.may_meet = False
         if isinstance(reading, Items):
             known = [replace(m, total=float(m.total), is_even=bool(m.is_even)) for m in reading.means]
@@ -190,7 +190,7 @@ class MicroBatchWeighing:
         return replace(state, reference_items=max(totals) or 1.0)
 
     def _check(self, loss: Tensor, items: Number, weighting: Weighting) -> None:
-        """Warns once if the first losses are means over another number than what was chosen by hand."""
+        """Warns once if the first losses are means over another number than the chosen one."""
         self._left -= 1
         reading = read_items(loss, divided=True)
         is_checked = weighting.weight_by == "token" and isinstance(reading, Items) and len(reading.means) == 1

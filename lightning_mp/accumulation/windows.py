@@ -80,7 +80,7 @@ class MicroBatch:
     another_epoch_follows: bool = False  # and that epoch is not the last of the run
     is_repeated: bool = False  # it is not of the first epoch
     is_known: bool | Tensor = True  # what it weighs; a tensor where the host would have to wait for it
-    factor: float | Tensor = 1.0  # of its loss, beside Lightning's division
+    factor: float | Tensor = 1.0  # of its loss, in addition to Lightning's division
     is_weighed: bool = False  # that factor is relative to `reference_items`
     part: Part | None = None  # the part of it that runs, if it runs in parts
     is_counted: bool = False  # a part of it has come to backward, and its tokens count

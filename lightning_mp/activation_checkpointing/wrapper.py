@@ -131,7 +131,7 @@ class _SecondRun:
 
     def __enter__(self) -> None:
         self._stack.enter_context(sdpa_kernel(self._attention))
-        # Precisions with 16-bit weights have one of their own in a forward, and Lightning runs backward outside of it.
+        # Lightning's 16-bit precisions set another default dtype in a forward, and run backward outside it.
         self._stack.enter_context(default_dtype(self._dtype))
         if self._cost is not None:
             self._cost.begin_second_run()

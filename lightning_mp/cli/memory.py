@@ -15,7 +15,7 @@ from lightning_mp.core.cli_text import (
 )
 from lightning_mp.core.imported_function import import_function
 from lightning_mp.core.pictures import check_picture
-from lightning_mp.core.precisions import PRECISIONS
+from lightning_mp.core.precisions import PRECISIONS, PrecisionName
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
@@ -166,7 +166,7 @@ def _print_remedies(config: DecoderConfig, arguments: argparse.Namespace) -> Non
         "context_tokens": context_of(arguments.context_tokens, config),
     }
     shards = ParallelLayout(shards=_SHARDS)
-    changes: list[tuple[str, ParallelLayout, str]] = [
+    changes: list[tuple[str, ParallelLayout, PrecisionName]] = [
         ("ActivationCheckpointing", ParallelLayout(checkpointed=True), arguments.precision),
         (f"FSDP2Strategy on {_SHARDS} GPUs", shards, arguments.precision),
         ("both", replace(shards, checkpointed=True), arguments.precision),

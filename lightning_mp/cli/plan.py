@@ -16,7 +16,7 @@ from lightning_mp.cli.model_shape import (
 from lightning_mp.cli.plan_text import Answer, as_json, print_answer
 from lightning_mp.core.cli_text import print_json, print_warnings, run_with_one_line_errors
 from lightning_mp.core.number_formats import number_format
-from lightning_mp.core.precisions import PRECISIONS, find_precision
+from lightning_mp.core.precisions import PRECISIONS, PrecisionName, find_precision
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.flops.hardware import Chip, chip_of, dtype_on
 from lightning_mp.planning.layouts import choose_chips, choose_layouts, enough_gpus, machine_with
@@ -151,7 +151,7 @@ def _hours_for(arguments: argparse.Namespace, *, hours_given: bool) -> float:
     return parse_quantity(arguments.cost, "cost") / parse_quantity(arguments.price, "price")
 
 
-def _formats(precision: str | None, dtype: str | None, chip: Chip | None) -> tuple[str, str | None]:
+def _formats(precision: PrecisionName | None, dtype: str | None, chip: Chip | None) -> tuple[PrecisionName, str | None]:
     """The precision, and the format of its matrix products on the chip; fp8 is timed at the bf16 peak.
 
     MFU is reported against the bf16 peak, of fp8 runs too: at twice the peak they reach less.

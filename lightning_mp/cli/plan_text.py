@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lightning_mp.core.cli_text import print_facts, print_paragraph, print_table
+from lightning_mp.core.precisions import PrecisionName
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.layouts import ChipChoice, LayoutChoice
@@ -33,7 +34,7 @@ class Answer:
     assumed_shape: bool
     time: RunTime | None
     inference: InferenceAware | None
-    precision: str
+    precision: PrecisionName
     context_tokens: int
     gpus: int
     layouts: list[LayoutChoice] | None = None

@@ -7,8 +7,31 @@ Every other place uses this table: the meaning of a name is defined only here.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal, Protocol
 
 import torch
+
+#: The names of :data:`PRECISIONS`.
+PrecisionName = Literal[
+    "32-true",
+    "16-mixed",
+    "bf16-mixed",
+    "16-true",
+    "bf16-true",
+    "bf16-true+remainder",
+    "bf16-true+24bit",
+    "fp8-mixed",
+    "lightning:16-true",
+    "lightning:bf16-true",
+]
+
+
+class PrecisionPlugin(Protocol):
+    """What identifies a precision plugin, without an import of Lightning."""
+
+    @property
+    def precision(self) -> str:
+        """As in ``Trainer(precision=...)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +42,7 @@ class PrecisionSpec:
     14
     """
 
-    name: str  # as in :data:`PRECISIONS`
+    name: PrecisionName
     plugin: str  # how to select it in a Trainer
     weight_bytes: int  # of a parameter, and of its gradient
     master_bytes: int  # of what is kept beside a trainable 16-bit weight
@@ -73,12 +96,16 @@ PRECISIONS: Mapping[str, PrecisionSpec] = MappingProxyType(
 """Every precision by its plugin's argument, and after a plus the storage of masters; ``lightning:`` is Lightning's."""
 
 #: The 16-bit dtype of each precision of AutocastPrecision.
-AUTOCAST_DTYPES = {row.name: row.compute_dtype for row in PRECISIONS.values() if row.autocast and not row.fp8}
+AUTOCAST_DTYPES: dict[str, torch.dtype] = {
+    row.name: row.compute_dtype for row in PRECISIONS.values() if row.autocast and not row.fp8
+}
 
 _FORMATS = {"16": "fp16", "bf16": "bf16", "fp8": "fp8", "32": "fp32", "64": "fp64"}
 
 #: The 16-bit dtype of each precision of MasterWeightsPrecision.
-MASTER_DTYPES = {row.name: row.compute_dtype for row in PRECISIONS.values() if row.master_bytes and "+" not in row.name}
+MASTER_DTYPES: dict[str, torch.dtype] = {
+    row.name: row.compute_dtype for row in PRECISIONS.values() if row.master_bytes and "+" not in row.name
+}
 
 #: The dtypes of 16 bit, and those of all weights that plugins cast.
 HALF_DTYPES = (_FP16, _BF16)
@@ -86,6 +113,10 @@ CAST_DTYPES = (_FP32, *HALF_DTYPES)
 
 #: The largest fp16 number.
 HALF_MAX = torch.finfo(_FP16).max
+
+
+#: What functions about a precision take.
+PrecisionLike = PrecisionName | PrecisionSpec | PrecisionPlugin
 
 
 def find_precision(precision: object) -> PrecisionSpec:

@@ -55,8 +55,7 @@ class StepClosure:
     def step(self, **kwargs: Any) -> Any:
         """Makes the optimizer's step with this closure.
 
-        Hooks between them are skipped the first time: master weights put the 16-bit weights back before a closure
-        runs, and nothing of that is wanted for a result that is known.
+        Hooks between them are skipped the first time, since the result is already known.
         """
         # A hook that is registered last is the last to change what the optimizer gets.
         handle = self._optimizer.register_step_pre_hook(self._wrap_closure)

@@ -56,7 +56,7 @@ class ScaledBackwards:
         return scaled
 
     def _scale_by_hand(self, outputs: Any) -> Any:
-        """torch's recipe, ``scaler.scale(loss).backward()``: nobody sees that backward, so no step is doubted."""
+        """torch's recipe, ``scaler.scale(loss).backward()``: it is not observed, so all gradients count as scaled."""
         self._is_scaled_by_hand = True
         return self._scale.original(outputs)
 

@@ -43,7 +43,7 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 from lightning_mp.core.arguments import true_or_false, whole_number
-from lightning_mp.core.precisions import PrecisionSpec, find_precision
+from lightning_mp.core.precisions import PrecisionLike, PrecisionSpec, find_precision
 from lightning_mp.planning.memory.decoder_config import DecoderSize
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
@@ -161,7 +161,7 @@ def communication_per_step(
     *,
     tokens_per_micro_batch: int,
     micro_batches: int = 1,
-    precision: object = "bf16-mixed",
+    precision: PrecisionLike = "bf16-mixed",
     gradient_sync: Literal["window", "micro_batch"] = "window",
     reshard_after_forward: bool = True,
     reduced_gradients: bool = False,

@@ -31,7 +31,7 @@ from functools import lru_cache
 from importlib import resources
 
 from lightning_mp.core.arguments import positive_number, whole_number, whole_quantity
-from lightning_mp.core.precisions import find_precision
+from lightning_mp.core.precisions import PrecisionLike, find_precision
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import known_chips, peak_flops, rate_column
 from lightning_mp.flops.throughput import bubble_fraction
@@ -165,7 +165,7 @@ def plan_parallelism(
     *,
     tokens_per_step: int,
     context_tokens: int,
-    precision: object = "bf16-mixed",
+    precision: PrecisionLike = "bf16-mixed",
     tensor_reduce_dtype: TensorReduceDtype = "fp32",
     dtype: str | None = None,
 ) -> ParallelPlan:
@@ -314,7 +314,7 @@ def choose_layouts(
     memory_bytes: float | None = None,
     context_tokens: int = 4096,
     tokens_per_step: int = 2**22,
-    precision: object = "bf16-mixed",
+    precision: PrecisionLike = "bf16-mixed",
     dtype: str | None = None,
     checkpointed: Sequence[bool] = (False, True),
 ) -> list[LayoutChoice]:
@@ -392,7 +392,7 @@ class ChipChoice:
 
 
 def choose_chips(
-    config: DecoderConfig, gpus: int = 1, *, context_tokens: int = 4096, precision: object = "bf16-mixed"
+    config: DecoderConfig, gpus: int = 1, *, context_tokens: int = 4096, precision: PrecisionLike = "bf16-mixed"
 ) -> list[ChipChoice]:
     """The chips on which a model can be trained, for a given number of them.
 
@@ -430,7 +430,7 @@ def enough_gpus(
     *,
     memory_bytes: float,
     context_tokens: int,
-    precision: object,
+    precision: PrecisionLike,
     split_layers: bool = True,
 ) -> tuple[int, ParallelLayout] | None:
     """GPUs, doubled until one sequence fits in a layout that this package runs, and the simplest one; None if never.

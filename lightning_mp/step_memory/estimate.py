@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.arguments import whole_number
 from lightning_mp.core.pictures import check_picture_ending
-from lightning_mp.core.precisions import PrecisionSpec, find_precision
+from lightning_mp.core.precisions import PrecisionLike, PrecisionSpec, find_precision
 from lightning_mp.core.quantities import format_bytes
 from lightning_mp.core.text_columns import aligned
 from lightning_mp.modules.names import named_modules
@@ -113,7 +113,7 @@ def estimate_memory(
     batch: Any,
     step: StepFunction | None = None,
     *,
-    precision: object = "32-true",
+    precision: PrecisionLike = "32-true",
     optimizer: str | OptimizerFactory | None = None,
     policy: PrecisionPolicy | Mapping[str, str] | None = None,
     strategy: MemoryStrategy = "single",
@@ -217,7 +217,7 @@ def estimate_memory(
 
 
 def _policy(
-    policy: PrecisionPolicy | Mapping[str, str] | None, precision: object, row: PrecisionSpec
+    policy: PrecisionPolicy | Mapping[str, str] | None, precision: PrecisionLike, row: PrecisionSpec
 ) -> PrecisionPolicy | None:
     """The rules to estimate with: those given, those of the plugin, or the default of a precision by name."""
     of_name = PrecisionPolicy.default() if row.master_bytes and isinstance(precision, str) else None

@@ -92,7 +92,7 @@ def spent_tokens(budget: TokenBudget, counter: TokenCounter) -> int:
 def is_spent_already(
     budget: TokenBudget, counter: TokenCounter, window_tokens: int, growth: float | None, *, had_ended: bool
 ) -> bool:
-    """Whether a run that starts, or is resumed, has spent its budget, which may be another one than before."""
+    """Whether a run that starts, or is resumed, has spent its budget, which may differ from the earlier one."""
     left = budget.tokens - spent_tokens(budget, counter) - window_tokens
     if not had_ended and growth is None:
         return left <= 0
@@ -110,9 +110,9 @@ class BudgetLimiter:
         self._undo_trim: Callable[[], None] | None = None
 
     def is_far_from_the_end(self, budget: TokenBudget, position: int, certain_tokens: int) -> bool:
-        """Whether the budget cannot end in the next micro-batch. All ranks answer alike, and nothing is waited for.
+        """Whether the budget cannot end in the next micro-batch. Equal on all ranks, without a wait.
 
-        Tokens that are still on their way are bounded by twice the largest micro-batch so far, since lengths vary.
+        Tokens that are still pending are bounded by twice the largest micro-batch so far, since lengths vary.
         """
         largest = self._counter.largest_micro_batch
         in_flight = self._counter.unread_micro_batches + position + 2

@@ -118,7 +118,7 @@ class TokenCounter:
 
     @property
     def unread_micro_batches(self) -> int:
-        """Micro-batches of closed windows whose totals are still on their way."""
+        """Micro-batches of closed windows whose totals are still pending."""
         return sum(window.micro_batches for window in self._unread)
 
     @property
@@ -132,7 +132,7 @@ class TokenCounter:
         return self.samples if self._unread else self.samples - self.last_window_samples
 
     def close_window(self, totals: Tensor, micro_batches: int, *, repeated: bool = False) -> HostCopy:
-        """Takes the totals of a window, summed over all ranks; on a CPU they are read at once, else one window late."""
+        """Takes the totals of a window, summed over all ranks; they are read one window late, on a CPU immediately."""
         self.flush_pending()
         self._last_window_was_skipped = False
         copy = HostCopy(totals)
@@ -151,7 +151,7 @@ class TokenCounter:
             self.skipped_nonpad_tokens += self._last_window_nonpad_tokens
 
     def flush_pending(self) -> None:
-        """Reads everything that is still on its way."""
+        """Reads everything that is still pending."""
         while self._unread:
             window = self._unread.popleft()
             _, tokens, input_tokens, samples, nonpad, largest = map(round, window.totals.read()[: LARGEST + 1])
@@ -193,7 +193,7 @@ class TokenCounter:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounterDelta:
-    """Sums over all ranks since the last look."""
+    """Sums over all ranks since the last call."""
 
     windows: int  # accumulation windows read
     input_tokens: int  # tokens shown to the model, padding included
@@ -204,7 +204,7 @@ class TokenCounterDelta:
 
 
 class TokenCounterDeltas:
-    """Looks at a counter again and again. A budget counts skipped tokens by their labels; here they count whole."""
+    """Differences of a counter. A budget counts skipped tokens by their labels; here they count in full."""
 
     def __init__(self, counter: TokenCounter) -> None:
         self._counter = counter
@@ -216,7 +216,7 @@ class TokenCounterDeltas:
         return self._look() != self._seen
 
     def take(self) -> TokenCounterDelta:
-        """What is new; from now on it is old."""
+        """Returns what is new since the last call."""
         before, self._seen = self._seen, self._look()
         windows, input_tokens, nonpad_tokens, skipped_tokens = map(sub, self._seen, before)
         return TokenCounterDelta(windows, input_tokens, nonpad_tokens, nonpad_tokens - skipped_tokens)

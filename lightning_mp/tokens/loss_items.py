@@ -5,9 +5,10 @@ Sizes come from the graph; numbers come from saved tensors that no hook has pack
 
 1. A mean is a loss function with ``reduction="mean"``, ``.mean()``, or a sum divided by a number: it counts what it
    divides by.
-2. Means may be added, stacked, and multiplied by numbers or by learned weights; terms of weights alone count nothing.
-3. T means over n items each, divided by T, are one mean over T * n items; any other division of a mean makes another
-   kind of item of it.
+2. Means may be added, stacked, and multiplied by numbers or by learned weights; terms that depend only on weights do
+   not count.
+3. T means over n items each, divided by T, are one mean over T * n items; any other division of a mean makes it
+   another kind of item.
 4. Nothing is counted in what is multiplied by 0, in a sum of no items, or in a 0 that was divided by 1
    (``clamp(min=1)``): a whole loss of 0, or beside other means what a mask or ignored targets leave out.
 5. Everything else is unknown.

@@ -1,4 +1,4 @@
-"""What micro-batches weigh by the items of their losses: exactly, or equally once a loss is unknown.
+"""Weights of micro-batches by the items of their losses: exact, or equal once a loss is unknown.
 
 :class:`LossWeights` compares each loss with the run's first one that counts something. The rules, one sentence each:
 
@@ -41,7 +41,7 @@ Weight = tuple[Number, bool | Tensor, str]
 
 
 class LossWeights:
-    """What is known of the losses of a run; on each rank its own losses beside the first one of all ranks."""
+    """What is known about the losses of a run: on each rank its own losses, and the first one of all ranks."""
 
     def __init__(self) -> None:
         self.first: Items | None = None  # the first loss that counted something; its numbers are the host's
@@ -53,7 +53,7 @@ class LossWeights:
         self._same_items: bool | Tensor = True
 
     def settle(self, readings: Sequence[Items | Unknown]) -> str:
-        """Settles it with the first losses of all ranks; returns a line that says so, empty if none counts anything.
+        """Settles it with the first losses of all ranks; returns a message about it, empty if no loss counts anything.
 
         Waits for the device. Call it again with the next losses while :attr:`first` is None.
         """
@@ -82,7 +82,7 @@ class LossWeights:
         )
 
     def weigh_equally(self, why: str) -> str:
-        """Micro-batches have equal weights from now on; returns a line that says so."""
+        """Micro-batches have equal weights from now on; returns a message about it."""
         self.is_equal = True
         return (
             "Gradient accumulation: micro-batches have equal weights from here on, as in Lightning, because the items"

@@ -1,4 +1,4 @@
-"""Batches that leave open which rows are their samples: graphs, point clouds, several loaders at once, lists."""
+"""Batches that do not determine which rows are their samples: graphs, point clouds, several loaders, lists."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +39,7 @@ def first_list(batch: Any) -> list[Tensor]:
 
 
 class RaggedBatches:
-    """Says once which rows are taken for samples, where a batch leaves that open."""
+    """Says once which rows are taken as samples, if a batch does not determine this."""
 
     def __init__(self, consequence: str, cure: str) -> None:
         self._text = consequence, cure

@@ -1,6 +1,7 @@
 """What monitors read of a run's counts and of its budget, without how windows are formed and weighed.
 
-The accumulation controller and ``ChinchillaBudget`` derive from these two, so whoever only reads them finds them here.
+The accumulation controller and ``ChinchillaBudget`` derive from these two, so that code that only reads them depends on
+this module alone.
 """
 
 from typing import TYPE_CHECKING, Self
@@ -24,7 +25,7 @@ class RunCounts(Callback):
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> Self | None:
-        """The one that is at work for this Trainer, if any."""
+        """The one that is active for this Trainer, if any."""
         return RunState.of(trainer).callback(cls)
 
     @property
@@ -39,17 +40,17 @@ class RunCounts(Callback):
 
     @property
     def weight_by(self) -> "WeightBy | None":
-        """What micro-batches weigh; None where Lightning's division gives them equal weights."""
+        """How micro-batches are weighted; None where Lightning's division gives them equal weights."""
         raise NotImplementedError
 
     @property
     def measure(self) -> "Measure | None":
-        """The present micro-batch; None where micro-batches are not weighted."""
+        """The current micro-batch; None where micro-batches are not weighted."""
         raise NotImplementedError
 
     @property
     def loss_factor(self) -> float | Tensor:
-        """By what the loss of the present micro-batch is multiplied, beside Lightning's division."""
+        """Factor of the current micro-batch's loss, in addition to Lightning's division."""
         raise NotImplementedError
 
 

@@ -2,12 +2,14 @@
 
 import math
 import random
+from typing import get_args
 
 import pytest
 import torch
 
 from lightning_mp.core.bit_layouts import FORMATS, FP16, TF32, NumberFormat
 from lightning_mp.core.number_formats import FractionLost, fraction_lost, number_format
+from lightning_mp.core.precisions import PRECISIONS, PrecisionName
 
 TORCH_FORMATS = [row for row in FORMATS.values() if row.torch_dtype is not None]
 NARROW_FORMATS = [row for row in TORCH_FORMATS if row.storage_bits <= 16]
@@ -136,3 +138,7 @@ def test_a_scale_moves_the_share_lost_by_whole_octaves() -> None:
     generator = random.Random(0)
     values = torch.tensor([2.0 ** generator.uniform(-60, 0) for _ in range(500)], dtype=torch.float64)
     assert fraction_lost(values, "fp16", 2.0**10).zero == fraction_lost(values * 2.0**10, "fp16").zero
+
+
+def test_the_type_of_a_precision_has_the_names_of_the_table():
+    assert list(get_args(PrecisionName)) == list(PRECISIONS)

@@ -103,7 +103,7 @@ def test_an_unknown_command_is_refused_in_one_line(capsys):
     with pytest.raises(SystemExit) as exit_info:
         main(["dmeo"])
     assert exit_info.value.code == 2
-    assert "invalid choice: 'dmeo'. Did you mean demo or memory?" in capsys.readouterr().err
+    assert "invalid choice: 'dmeo'. Did you mean demo?" in capsys.readouterr().err
 
 
 def test_a_tiny_text_is_refused(capsys, tmp_path):

@@ -52,8 +52,8 @@ def test_the_rules_are_what_the_formulas_say():
         f"FSDP over all of them sends {across.between_bytes / 1e9:.1f} GB to other nodes, `replicate_size=8`"
         f" {hybrid.between_bytes / 1e9:.1f} GB",
         f"both send the same, {largest.between_bytes / 1e9:.1f} GB, for {largest.wire_to_compute_ratio:.0%} of",
-        *(f"waits for {each.awaited_seconds / each.compute_seconds:.0%} of the computing time here" for each in tensor),
-        f'(`tensor_reduce_dtype="16bit"`), it is {megatron.awaited_seconds / megatron.compute_seconds:.0%}',
+        *(f"waits for {each.awaited_seconds / each.compute_seconds:.0%} of the computing time" for each in tensor),
+        f'Megatron-LM (`tensor_reduce_dtype="16bit"`), it is {megatron.awaited_seconds / megatron.compute_seconds:.0%}',
         f"Pipelines send least ({short.between_bytes / 1e9:.1f} GB at 1,024 GPUs)",
         f"the bubble is {long.bubble:.1%} with {long.micro_batches}, {middle.bubble:.1%} with {middle.micro_batches}"
         f" and {short.bubble:.1%} with {short.micro_batches}",

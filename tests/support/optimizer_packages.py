@@ -28,14 +28,14 @@ WIDTH = 64  # a matrix has 4,096 elements, the fewest that 8-bit optimizers quan
 
 @dataclass(frozen=True)
 class Row:
-    """One optimizer. ``refused``: by precision, words of the message at set-up."""
+    """One optimizer. ``fails``: by precision, words of the KeyError that the package itself raises."""
 
     package: str
     module: str
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     wrap: Callable[[torch.optim.Optimizer], Any] | None = None
-    refused: dict[str, str] = field(default_factory=dict)
+    fails: dict[str, str] = field(default_factory=dict)
     needs: str = ""
 
     def __str__(self) -> str:
@@ -54,8 +54,6 @@ class Row:
 def _lookahead(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return import_module("torch_optimizer").Lookahead(optimizer, k=3)
 
-
-_VIEWS = dict.fromkeys(("fp32 masters", "remainder masters", "24bit masters"), "made views of the 16-bit weights")
 
 ROWS = [
     *(Row("bitsandbytes", "bitsandbytes.optim", name) for name in ("AdamW8bit", "Lion8bit", "PagedAdamW8bit", "AdamW")),
@@ -76,14 +74,15 @@ ROWS = [
     # Else it takes Triton's kernels for weights on a CPU, where Triton is installed (0.3.3).
     Row("torch-optimi", "optimi", "StableAdamW", {"triton": False}),
     *(Row("heavyball", "heavyball", name) for name in ("AdamW", "SOAP")),
+    # It finds its state by the memory of a weight, which these storages free between steps (3.2.1).
     Row(
         "heavyball",
         "heavyball",
         "SFAdamW",
-        refused=dict.fromkeys(("remainder masters", "24bit masters"), "finds its state by the memory of a weight"),
+        fails=dict.fromkeys(("remainder masters", "24bit masters"), "Tensor has no tracked state"),
     ),
     *(Row("dion", "dion", name) for name in ("Dion", "Muon", "NorMuon")),
-    Row("distributed-shampoo", "distributed_shampoo", "DistributedShampoo", refused=_VIEWS),
+    Row("distributed-shampoo", "distributed_shampoo", "DistributedShampoo"),
     Row("transformers", "transformers.optimization", "Adafactor", {"relative_step": False, "scale_parameter": False}),
     Row("peft", "torch.optim", "AdamW", needs="peft"),
 ]

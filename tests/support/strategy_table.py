@@ -34,9 +34,9 @@ gradient in step {GRADIENT_WINDOW + 1}: all ranks skip these two steps together,
 | bf16 | 2^-6 | twice the distance from 1 to the next number |
 | fp8 (e4m3) | 2^-4 | half that distance: each sum has many such roundings, which cancel in part |
 
-FSDP1 rounds more under autocast: twice as much. 16-bit weights ("16-true", "bf16-true") may also differ by half the
-distance, times their size. A run without clipping, with the other clipping, or with micro-batches weighted equally is
-outside of these tolerances, as tests show. The one process is within four times the tolerance of a plain fp32 loop.
+FSDP1 rounds more under autocast: twice as much. Under masters ("16-true", "bf16-true") weights may also differ by half
+the distance, times their size. A run without clipping, with the other clipping, or with micro-batches weighted equally
+is outside these tolerances, as tests show. The one process is within four times the tolerance of a plain fp32 loop.
 
 ## What runs
 

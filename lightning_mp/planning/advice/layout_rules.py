@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import ceil
 
-from lightning_mp.core.precisions import find_precision
+from lightning_mp.core.precisions import PrecisionName, find_precision
 from lightning_mp.core.quantities import format_bytes, format_quantity
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommendation import Choice, Component, Sure
@@ -32,7 +32,7 @@ class Question:
     parameters: float | None  # of the model, if known
     config: DecoderConfig | None  # its shape, if it is a decoder
     context_tokens: int  # length of a sequence
-    storage: str  # a name of :data:`~lightning_mp.core.precisions.PRECISIONS`
+    storage: PrecisionName
     blocks: str  # glob for `ActivationCheckpointing`
 
 

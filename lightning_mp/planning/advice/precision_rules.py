@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_mp.core.float8_gains import SMALLEST_GAIN
+from lightning_mp.core.precisions import PrecisionName
 from lightning_mp.core.quantities import format_quantity
 from lightning_mp.flops.device_traits import DeviceTraits
 from lightning_mp.planning.advice.recommendation import Choice, Component
@@ -29,7 +30,7 @@ class PrecisionAdvice:
     """What was decided about precision."""
 
     choices: tuple[Choice, ...]  # with their reasons
-    storage: str  # a name of :data:`~lightning_mp.core.precisions.PRECISIONS`
+    storage: PrecisionName
     plugin: Component | None = None  # of this package; None leaves it to `trainer_precision`
     trainer_precision: str | None = None  # for `Trainer(precision=...)`; None where there is a plugin
     callbacks: tuple[Component, ...] = ()  # that belong to it
@@ -191,7 +192,7 @@ def _fp8(config: DecoderConfig) -> PrecisionAdvice:
 def _inference(device: DeviceTraits) -> PrecisionAdvice:
     if device.generation in ("CPU", "before Volta"):
         return _full(*_WITHOUT_16_BIT[device.generation])
-    value = "bf16-true" if "bf16" in device.formats else "16-true"
+    value: PrecisionName = "bf16-true" if "bf16" in device.formats else "16-true"
     reason = "Without an optimizer nothing needs fp32 masters: weights and activations take 2 bytes, and no loss scale."
     if value == "16-true":
         reason += " fp16 ends at 65,504: look for inf in the outputs of models that were trained in bf16."

@@ -17,7 +17,7 @@ from lightning_mp.core.arguments import (
     whole_number,
     whole_quantity,
 )
-from lightning_mp.core.precisions import PrecisionSpec, find_precision
+from lightning_mp.core.precisions import PrecisionLike, PrecisionSpec, find_precision
 from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.saved_by_family import saved_by_code, saves_scores
@@ -65,7 +65,7 @@ def decoder_memory(
     *,
     sequences: int = 1,
     context_tokens: int,
-    precision: object = "bf16-mixed",
+    precision: PrecisionLike = "bf16-mixed",
     optimizer_states: int = _ADAM_STATES,
     micro_batches: int | None = None,
     sequence_parallel: bool = False,
@@ -137,7 +137,7 @@ def decoder_memory(
 
 
 def largest_micro_batch(
-    config: DecoderConfig, layout: ParallelLayout, memory_bytes: float, *, context_tokens: int, precision: object
+    config: DecoderConfig, layout: ParallelLayout, memory_bytes: float, *, context_tokens: int, precision: PrecisionLike
 ) -> int:
     """The largest micro-batch of one data rank that fits even with the worst-case allocator; 0 if none does.
 

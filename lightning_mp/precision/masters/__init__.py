@@ -1,1 +1,1 @@
-"""fp32 masters of 16-bit weights: where they are kept, cast, checked and saved."""
+"""fp32 parameters as masters: their 16-bit copies and gradients, compressed storages, checks."""

@@ -41,8 +41,8 @@ def check_strategy(strategy: Strategy, *, storage: str, fp32_gradients: bool) ->
     name = type(strategy).__name__
     if isinstance(strategy, FSDPStrategy) and storage != "fp32":
         raise MisconfigurationException(
-            f"MasterWeightsPrecision({storage=}) cannot be used with {name}, which gives nobody the memory of its fp32"
-            " shards. Leave storage out, or use FSDP2Strategy."
+            f"MasterWeightsPrecision({storage=}) cannot be used with {name}, which keeps its fp32 shards in memory."
+            " Leave storage out, or use FSDP2Strategy."
         )
     if fp32_gradients and isinstance(strategy, DDPStrategy):
         raise MisconfigurationException(
