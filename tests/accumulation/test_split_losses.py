@@ -212,6 +212,15 @@ def test_losses_that_do_not_add_up_are_refused_with_numbers_before_a_step(limit:
         assert not model.gradients, name
 
 
+def test_a_mean_that_counts_nothing_in_every_second_half_is_refused_beside_a_sum() -> None:
+    """Also in batches with ``num_items_in_batch``, by which this loss is not divided."""
+    data = batches((8,))
+    data[0]["labels"] = torch.tensor([1, 2, -100, -100] * 2)
+    loss = added([("summed labels over a clamped number", 1.0), ("sum over a constant", 1.0)])
+    with pytest.raises(MisconfigurationException, match="neither their mean nor their sum"):
+        fit(Model(loss, 4), data, MicroBatchOnOOM(), plugin=AutocastPrecision("bf16-mixed"))
+
+
 def test_a_loss_that_does_not_add_up_trains_where_it_fits() -> None:
     model, _ = trained(JOINED["in-batch negatives"], batches(), FITS)
     assert len(model.gradients) == 4
