@@ -198,7 +198,8 @@ class _Walk:
         if (kind == "AccumulateGrad" or kind in _OF_WEIGHTS) and _is_of_weights(node):
             self._has_zero = self._has_zero or factor == 0.0
             return
-        clamped = bool(divisions) and divisions[-1][1] == 1.0  # no items: a sum of nothing divided by 1
+        number = divisions[-1][1] if divisions else None
+        clamped = isinstance(number, float) and number == 1.0  # no items: a sum of nothing divided by 1
         is_product = kind in _ADDS or kind in _MULS or kind in _DIVS
         if is_product and not clamped and _are_all_zero(below) and math.prod(shape) > 1:  # else it may be a mask
             factor = 0.0
@@ -220,7 +221,7 @@ class _Walk:
             if divisor is None:
                 raise _Unreadable("what a sum in it is divided by is not one number, or saved-tensor hooks hide it")
             if above not in self._sums:
-                number: Number = divisor.abs() if isinstance(divisor, Tensor) else abs(divisor)
+                number = divisor.abs() if isinstance(divisor, Tensor) else abs(divisor)
                 self._sums[above] = f"sum of {len(shape)}-d items / number", number, divisions[:-1], [], []
             self._sums[above][3].append(factor)
             self._sums[above][4].append(None if 0 in shape else below if name in _SUMS else node)

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from lightning_mp.tokens import loss_items
 from lightning_mp.tokens.loss_items import Items, Unknown, read_items
 from lightning_mp.tokens.loss_weights import LossWeights
 
@@ -57,6 +58,10 @@ MEANS: dict[str, tuple[Loss, list[tuple[float, float]]]] = {
     "stack of rows": (lambda o: torch.stack(per_row(o)).mean(), [(3, 1)]),
     "stack of two": (lambda o: torch.stack([F.mse_loss(o, TARGETS), o.abs().mean()]).mean(), [(20, 0.5), (20, 0.5)]),
     "stack, summed": (lambda o: torch.stack([F.mse_loss(o, TARGETS), o.abs().mean()]).sum(), [(20, 1), (20, 1)]),
+    "masked, beside a mean": (
+        lambda o: each(o).sum() / MASK.sum().clamp(min=1) + o.square().mean(),
+        [(20, 1), (3, 1)],
+    ),
     "several": (lambda o: F.cross_entropy(o, LABELS) + 0.3 * o.square().sum(1).mean(), [(3, 1), (5, 0.3)]),
     "decayed weights": (lambda o: F.mse_loss(o, TARGETS) + 0.1 * PARAMETER.square().sum(), [(20, 1)]),
     "learned weight": (lambda o: torch.exp(-PARAMETER[0]) * F.mse_loss(o, TARGETS) + PARAMETER[0], [(20, 1)]),
@@ -233,6 +238,36 @@ def test_numbers_are_read_under_a_dispatch_mode(name: str, watched: object) -> N
     reading = read_items(loss(logits()))
     assert isinstance(reading, Items)
     assert [mean.total for mean in reading.means] == [total for total, _ in expected]
+
+
+class Waits(TorchDispatchMode):
+    """Counts numbers that are read from tensors, for which a step on a GPU waits."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_numbers_on_a_device_stay_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host = loss_items.on_host
+
+    def as_of_a_device(value: Tensor) -> Any:
+        try:
+            return value.detach().float().reshape(())
+        except RuntimeError:  # a number that Python has given, which is in the host's memory there too
+            return on_host(value)
+
+    monkeypatch.setattr(loss_items, "on_host", as_of_a_device)
+    loss, expected = MEANS[name]
+    value = loss(logits())
+    with Waits() as waits:
+        reading = read_items(value)
+    assert waits.reads == 0
+    if isinstance(reading, Items):
+        assert [float(mean.total) for mean in reading.means] == [total for total, _ in expected]
 
 
 @pytest.mark.parametrize(
