@@ -40,7 +40,7 @@ def _pairs() -> str:
 
 def _machines() -> str:
     makers = (_quality(part)["machine"].replace("(R)", "").split()[:2] for part in _LANGUAGE)
-    return " and ".join(dict.fromkeys(" ".join(maker) for maker in makers))
+    return " and ".join(dict.fromkeys(" ".join(maker).rstrip(",") for maker in makers))
 
 
 def _memory_errors(strategies: tuple[str, ...]) -> str:
