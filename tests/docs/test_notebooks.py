@@ -3,8 +3,10 @@
 That they run is `make notebooks`.
 """
 
+import ast
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 from runpy import run_path
 
@@ -28,6 +30,15 @@ def test_a_notebook_is_complete(path):
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     assert sum("assert " in cell for cell in code[1:]) >= 3
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_a_notebook_imports_of_the_package_is_there(path):
+    for cell in of_type(json.loads(path.read_text())["cells"], "code"):
+        for node in ast.walk(ast.parse(re.sub(r"^[%!].*$", "", cell, flags=re.MULTILINE))):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "lightning_mp":
+                module = import_module(node.module)
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], node.module
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
