@@ -136,7 +136,7 @@ def estimate_memory(
 
     The order of events is Lightning's: with its own plugins, gradients of the previous step live until the forward has
     ended; those of earlier micro-batches live through forward and backward. Operations count with their outputs. Of the
-    workspaces of kernels, those of cuBLAS and of a CPU's oneDNN are included; those of cuDNN are not.
+    workspaces of kernels, those of cuBLAS and, with one thread, of a CPU's oneDNN are included; those of cuDNN are not.
 
     Args:
         module: any module; for a LightningModule, ``training_step`` and ``configure_optimizers`` are used. Parameters
