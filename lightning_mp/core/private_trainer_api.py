@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy
@@ -68,11 +68,6 @@ def uses_distributed_sampler(trainer: "pl.Trainer") -> bool:
 def set_device_property(module: "pl.LightningModule", device: torch.device) -> None:
     """What ``module.device`` says from now on; its tensors stay where they are."""
     module._device = device
-
-
-def rewinds_weights(callback: ModelPruning) -> bool:
-    """Whether weights go back to their first values when they are pruned, or may."""
-    return bool(callback._use_lottery_ticket_hypothesis)
 
 
 def average_model_of(callback: Callback) -> torch.nn.Module | None:

@@ -70,7 +70,7 @@ GUARDED_ELSEWHERE = {
     # preflight_checks/test_preflight_facts.py, test_preflight_report.py
     *("_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"),
     # precision/test_master_weights_checkpoints.py, test_master_weights_setup.py
-    *("_average_model", "_use_lottery_ticket_hypothesis"),
+    "_average_model",
     # accumulation/test_micro_batch_on_oom.py
     *("_zero_grad_fn", "_backward_fn"),
     # resume/test_exact_resume.py
