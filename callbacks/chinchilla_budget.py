@@ -12,9 +12,10 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller, micro_batches_left
+from lightning_mp.callbacks._common import check_counts, micro_batches_left
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks._report_folder import report_folder
+from lightning_mp.callbacks._window_controller import join_window_controller
 from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.known_words import refuse_unknown
@@ -23,8 +24,8 @@ from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import AMOUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.distributed.async_sum import AsyncAnyRank
-from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
 from lightning_mp.flops.model_shape import elements_used
 from lightning_mp.lr_schedule.scheduler_facts import schedulers_longer_than

@@ -31,7 +31,7 @@ from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE_COUNT, Schema, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
+from lightning_mp.core.trainer_ranks import data_rank, num_data_ranks
 from lightning_mp.modules.compiled_names import translate_on_load
 from lightning_mp.resume.differences import EXACT_RESUME_KEY
 from lightning_mp.resume.loader_position import LoaderPosition, StreamPosition, why_unsupported

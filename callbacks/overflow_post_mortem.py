@@ -26,6 +26,7 @@ from lightning_mp.core.ranks import all_gathered
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.diagnostics.overflow.observations import take_reading
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
 from lightning_mp.diagnostics.overflow.report import NOT_REPLAYED, KnownByRank, OverflowReport, ReportTally, join_ranks
@@ -34,7 +35,7 @@ from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth, larges
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import parameter_names
-from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
+from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeSource
 

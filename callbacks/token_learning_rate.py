@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller, micro_batches_left
+from lightning_mp.callbacks._common import check_counts, micro_batches_left
+from lightning_mp.callbacks._window_controller import join_window_controller
 from lightning_mp.core.arguments import whole_tokens
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding, listed_of

@@ -27,12 +27,12 @@ from lightning_mp.accumulation.schedule import Progress, TargetBatch
 from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch, Part
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.ranks import world_size
+from lightning_mp.core.ranks import sum_over_ranks_, world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE, checked_state, or_none
+from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.sync import reduce_first_backward
-from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.optimizers.evaluations import requires_closure
@@ -194,6 +194,7 @@ class AccumulationController(RunCounts):
         """
         self._fit.before_steps.append(function)
 
+    @override
     def at_first_batch(self, function: Callable[[Any], None]) -> None:
         """Calls ``function`` in this fit with its first micro-batch, once that is measured and its window is open."""
         self._fit.at_first_batch.append(function)
@@ -469,7 +470,7 @@ class AccumulationController(RunCounts):
     ) -> None:
         """With a stock precision plugin: normalises the gradient here. Ours has done it already."""
         totals = self.window_totals(pl_module.device)
-        factor = self.close_window(gradient_ops.sum_over_ranks_(totals) if totals is not None else None)
+        factor = self.close_window(sum_over_ranks_(totals) if totals is not None else None)
         if factor is not None:
             parameters = gradient_ops.parameters_with_gradient(optimizer)
             gradient_ops.multiply_([gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None], factor)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
 
@@ -95,7 +96,7 @@ class GradientEpilogue:
             vector = torch.stack([square_sum, *(torch.full_like(square_sum, float(flag)) for flag in flags)])
             if totals is not None:
                 vector = torch.cat([vector, totals.to(vector)])
-            gradient_ops.sum_over_ranks_(vector, self._ranks.group)
+            sum_over_ranks_(vector, self._ranks.group)
             self.grad_norm = vector[0].sqrt()
             self._anyone = vector[1]
             self._anyone_scaled = vector[2] if self._has_scaled is not None else None
@@ -159,7 +160,7 @@ class GradientEpilogue:
     def check_again(self) -> Tensor:
         """Reads gradients again that may have been written since :meth:`reduce`, or are new (one pass)."""
         square_sum = self._ranks.square_sum(self._read(), self._device)
-        norm = gradient_ops.sum_over_ranks_(square_sum, self._ranks.group).sqrt()
+        norm = sum_over_ranks_(square_sum, self._ranks.group).sqrt()
         self.found_inf = torch.maximum(self.found_inf, gradient_ops.not_below(norm, torch.inf))
         self.is_checked = True
         return norm

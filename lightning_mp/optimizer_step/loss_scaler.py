@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.precisions import HALF_DTYPES
+from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, POSITIVE_COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
@@ -223,7 +224,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
             if not allow_fp16:  # torch passes it for fused optimizers, which multiply the scale in themselves
                 gradient_ops.multiply_(shards, inv_scale)
-        gradient_ops.sum_over_ranks_(found_inf, self._process_group)
+        sum_over_ranks_(found_inf, self._process_group)
         return {found_inf.device: found_inf.clamp_(max=1.0)}
 
     @override

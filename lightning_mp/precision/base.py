@@ -31,8 +31,8 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import COUNT, MAPPING, TEXT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
-from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.modules.compiled_names import COMPILED_PREFIX
