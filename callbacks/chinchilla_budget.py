@@ -257,22 +257,6 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         self._fit.ended_before = self.reached
         trainer.should_stop = trainer.should_stop or self.reached
 
-    # Not `state_dict`, of which Lightning allows one of a class: two budgets get our own message.
-    @override
-    def on_save_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Saves the time; tokens are in the controller's counter."""
-        checkpoint[_DEVICE_SECONDS] = self.device_seconds
-
-    @override
-    def on_load_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Continues from a checkpoint; from 0 if its run had no budget."""
-        saved = {_DEVICE_SECONDS: checkpoint.get(_DEVICE_SECONDS, 0.0)}
-        self._device_seconds = checked_state(saved, {_DEVICE_SECONDS: AMOUNT}, "ChinchillaBudget")[_DEVICE_SECONDS]
-
     # -- every batch ---------------------------------------------------------------------------------------------------
 
     def _warn_about_early_end(self, trainer: "pl.Trainer") -> None:
@@ -402,6 +386,24 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         self._stop_clock()
         if isinstance(exception, KeyboardInterrupt):
             self._warn_about_rest("it was interrupted")
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    # Not `state_dict`, of which Lightning allows one of a class: two budgets get our own message.
+    @override
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Saves the time; tokens are in the controller's counter."""
+        checkpoint[_DEVICE_SECONDS] = self.device_seconds
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Continues from a checkpoint; from 0 if its run had no budget."""
+        saved = {_DEVICE_SECONDS: checkpoint.get(_DEVICE_SECONDS, 0.0)}
+        self._device_seconds = checked_state(saved, {_DEVICE_SECONDS: AMOUNT}, "ChinchillaBudget")[_DEVICE_SECONDS]
 
 
 def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", which: Counted) -> tuple[int, int, str]:

@@ -175,18 +175,6 @@ class GradientNoiseScale(SettingsRepr, Callback):
         )
         Patches.of(trainer).at_end(self._end)
 
-    @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Logs the estimate."""
-        self._flush_pending()
-        if self.average.windows:
-            rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
-
-    def _end(self) -> None:
-        fit, self._fit = self._fit, None
-        if fit is not None:
-            fit.disarm()
-
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
     @override
@@ -350,6 +338,18 @@ class GradientNoiseScale(SettingsRepr, Callback):
         if self._fit is not None:
             RunState.of(self._fit.trainer).flush()
             self._read(self._fit)
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Logs the estimate."""
+        self._flush_pending()
+        if self.average.windows:
+            rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
+
+    def _end(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.disarm()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

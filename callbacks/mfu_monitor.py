@@ -229,20 +229,6 @@ class MFUMonitor(SettingsRepr, Callback):
         assert self._fit is not None
         self._fit.changes = TokenCounterDeltas(self._counts.counter)
 
-    @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Takes the last reading and prints the rates of the run."""
-        self._flush_and_read()
-        self._end()
-        if self.total.tokens_per_second is not None:
-            rank_zero_info(f"MFUMonitor, whole run: {self.total.summary(self._counted)}.")
-
-    def _end(self) -> None:
-        fit, self._fit = self._fit, None
-        if fit is not None:
-            fit.stop_counting()
-            self.throughput.stop_clock()
-
     # -- operations per token ------------------------------------------------------------------------------------------
 
     @override
@@ -373,6 +359,20 @@ class MFUMonitor(SettingsRepr, Callback):
             fit.validation_began = None
             if fit.is_warm:
                 self.throughput.start_clock(now)
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Takes the last reading and prints the rates of the run."""
+        self._flush_and_read()
+        self._end()
+        if self.total.tokens_per_second is not None:
+            rank_zero_info(f"MFUMonitor, whole run: {self.total.summary(self._counted)}.")
+
+    def _end(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.stop_counting()
+            self.throughput.stop_clock()
 
     def _flush_and_read(self) -> None:
         fit = self._fit

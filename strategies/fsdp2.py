@@ -329,16 +329,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
                 " Use the precision that it was sharded for, or a new model."
             )
 
-    @override
-    def teardown(self) -> None:
-        """The model stays sharded. After an exception or a signal, waits for the checkpoint that is being written."""
-        self._ranks_alike = None
-        background, self._background = self._background, None
-        try:
-            if background is not None:
-                background.close()
-        finally:
-            super().teardown()
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -349,23 +340,15 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             background.finish_write()
 
     @override
+    def on_validation_end(self) -> None:
+        """Frees the weights that are gathered for a whole step, since no backward has done so."""
+        self._free_gathered_weights()
+
+    @override
     def on_train_end(self) -> None:
         """Checks that ranks agreed in the last step as well, and waits for the last checkpoint."""
         self._flush_ranks()
         self._wait_for_checkpoint()
-
-    def _wait_for_checkpoint(self) -> None:
-        if self._background is not None:
-            self._background.wait()
-
-    def _flush_ranks(self) -> None:
-        if self._ranks_alike is not None:
-            self._ranks_alike.flush_pending()
-
-    @override
-    def on_validation_end(self) -> None:
-        """Frees the weights that are gathered for a whole step, since no backward has done so."""
-        self._free_gathered_weights()
 
     @override
     def on_test_end(self) -> None:
@@ -376,6 +359,14 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     def on_predict_end(self) -> None:
         """The same after prediction."""
         self._free_gathered_weights()
+
+    def _wait_for_checkpoint(self) -> None:
+        if self._background is not None:
+            self._background.wait()
+
+    def _flush_ranks(self) -> None:
+        if self._ranks_alike is not None:
+            self._ranks_alike.flush_pending()
 
     def _free_gathered_weights(self) -> None:
         for part in self.lightning_module.modules() if self.lightning_module is not None else ():
@@ -448,6 +439,17 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         """Renames it first, so that no part of it looks like a checkpoint."""
         if self.is_global_zero:
             (remove_checkpoint if self._background is None else self._background.remove)(Path(filepath))
+
+    @override
+    def teardown(self) -> None:
+        """The model stays sharded. After an exception or a signal, waits for the checkpoint that is being written."""
+        self._ranks_alike = None
+        background, self._background = self._background, None
+        try:
+            if background is not None:
+                background.close()
+        finally:
+            super().teardown()
 
 
 FSDP2Strategy.register_strategies(StrategyRegistry)
