@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 Trait = Literal["ungated", "biases", "positions", "tied head", "mask", "mask per block"]
-"""MLPs have two matrices; linear layers and norms have biases; positions are learned; the head is the token table,
-also where the configuration does not say so; a causal mask is kept, one byte per pair of positions, or one per block."""
+"""MLPs have two matrices; linear layers and norms have biases; positions are learned; the head is the token table, also
+where the configuration does not say so; a causal mask is kept, one byte per pair of positions, or one per block."""
 
 
 class SavedBeside(NamedTuple):
