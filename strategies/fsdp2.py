@@ -352,12 +352,12 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
 
     @override
     def on_test_end(self) -> None:
-        """The same after testing."""
+        """Frees them, as after a validation."""
         self._free_gathered_weights()
 
     @override
     def on_predict_end(self) -> None:
-        """The same after prediction."""
+        """Frees them, as after a validation."""
         self._free_gathered_weights()
 
     def _wait_for_checkpoint(self) -> None:
@@ -392,14 +392,14 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes under a temporary name, and renames it when all ranks are done."""
-        self._flush_ranks()
+        self._flush_ranks()  # if ranks ran different layers, these weights are worth nothing
         path = self._local(self.broadcast(filepath))
         if self._background is not None and storage_options is None:
             states = checkpoint.pop("optimizer_states", [])
             shards = {"state_dict": checkpoint.pop("state_dict")}
             shards.update({f"optimizer_{number}": state for number, state in enumerate(states)})
             self._background.save(shards, checkpoint, path)
-            self._written = AsyncAnyRank()
+            self._written = AsyncAnyRank()  # an answer that is on its way is about the write before
             return
         if self.is_global_zero:
             begin_checkpoint(path)
@@ -420,7 +420,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         checkpoint = load_checkpoint(
             path, self.model, self.optimizers, strict=self.lightning_module.strict_loading, weights_only=weights_only
         )
-        self.barrier()
+        self.barrier()  # no rank still reads under the name that rank 0 may change
         if self.is_global_zero:
             recover_checkpoint(path)
         return checkpoint

@@ -27,7 +27,7 @@ def named_mesh(device_type: str, sizes: dict[str, int], timeout: timedelta) -> D
         (device_type, *sizes.items()),
         lambda: init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names),
     )
-    for name in names:
+    for name in names:  # groups of an earlier run have the timeout of that run
         private_sharding_api.set_group_timeout(mesh.get_group(name), timeout)
     return mesh
 

@@ -108,6 +108,7 @@ class AgreedUnits:
             checksum = crc32(trained, crc32(array("l", together.gathered)))
             together.compared, together.gathered[:] = list(together.gathered), []
             # `full` is a kernel; `torch.tensor(..., device=...)` would make the host wait for the device.
+            # The smallest checksum is minus the largest of the negatives: one reduction gives both.
             both = torch.stack([self._number(checksum), self._number(-checksum)])
             for ranks in together.groups:
                 dist.all_reduce(both, op=dist.ReduceOp.MAX, group=ranks)

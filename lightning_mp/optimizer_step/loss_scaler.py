@@ -217,6 +217,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         gradient_ops.reduce_partial_gradients_(parameters)
         shards = [gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None]
         scale, _ = self._check_scale_growth_tracker("unscale_")
+        # The inverse of a tiny scale is inf in float32, and inf times a gradient of 0 is nan.
         found_inf.copy_(~torch.isfinite(scale.reciprocal()))
         if shards:
             norms = gradient_ops.shard_norms(shards)
@@ -225,7 +226,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             if not allow_fp16:  # torch passes it for fused optimizers, which multiply the scale in themselves
                 gradient_ops.multiply_(shards, inv_scale)
         sum_over_ranks_(found_inf, self._process_group)
-        return {found_inf.device: found_inf.clamp_(max=1.0)}
+        return {found_inf.device: found_inf.clamp_(max=1.0)}  # fused kernels skip at exactly 1
 
     @override
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -87,7 +87,7 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         self._run = RunState.of(trainer)
         self.skipped_steps = self._run.skipped_steps
         self._pending: _Pending | None = None
-        self._last_skipped: bool | None = False
+        self._last_skipped: bool | None = False  # None while it is on its way
         self._learning_rate = SkippedStepSchedulerGuard(
             trainer, pl_module, lambda: self._last_skipped, self.flush_pending
         )
@@ -137,6 +137,7 @@ class StepOutcomeDispatcher(StepOutcomeSource):
 
     def flush_pending(self) -> None:
         """Reads the outcome of the last step, if it is not known yet: rolls back on a skip, then calls the hooks."""
+        # Taken before anything is called: hooks below may have this method called again.
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -153,6 +154,7 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         self._last_skipped = skipped = not outcome.stepped
         self.skipped_steps += skipped
         self._warn_if_idle(outcome, pending)
+        # Before the hooks, which see learning rates as they are after a skip.
         self._learning_rate.resolve(skipped=skipped)
         self._averaging.resolve(skipped=skipped)
         for callback in asking:

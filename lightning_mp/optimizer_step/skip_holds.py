@@ -104,7 +104,7 @@ class SkippedStepSchedulerGuard:
         """The outcome of the last step is known."""
         snapshots, self._snapshots = self._snapshots, []
         if skipped:
-            for snapshot in reversed(snapshots):
+            for snapshot in reversed(snapshots):  # several schedulers may have set one rate, each from the one before
                 snapshot.restore()
 
     def _step(self, scheduler: Any, metric: Any | None) -> None:

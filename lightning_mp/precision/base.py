@@ -330,7 +330,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
 
     @override
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
-        """The same for validation steps."""
+        """What forwards of validation steps run in."""
         return self._context("validate")
 
     @override

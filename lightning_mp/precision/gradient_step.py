@@ -159,7 +159,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     if consumers != "none":
         step._gradients_may_have_changed = consumers == "writers"
         epilogue.make_true()
-        if plan.scaler is not None:
+        if plan.scaler is not None:  # of a hook that calls `unscale_` torch raises an error, in place of dividing twice
             private_optimizer_api.set_unscaled(plan.scaler, plan.optimizer, epilogue.found_inf)
         private_optimizer_api.call_before_optimizer_step_hooks(model, plan.optimizer)
         step._clips_last = not clips_by_itself(model)
@@ -183,6 +183,7 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     # An optimizer that evaluates the loss between two changes of the weights needs final gradients, not a factor.
     in_kernel = plan.in_kernel and (step.closure is None or plan.scaler is not None)
     items = _make_ready(step, in_kernel=in_kernel)
+    # A window without a loss is skipped like an overflow, but must not lower the loss scale: hence two flags.
     epilogue, overflow = step.epilogue, step.epilogue.found_inf
     if step.has_no_items is not None:
         epilogue.found_inf = torch.maximum(overflow, step.has_no_items.to(overflow))
@@ -215,6 +216,7 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     if plan.scaler is None:
         return output
     if not epilogue.parameters and not epilogue.anyone_has_gradients():
+        # Nothing was checked, and `GradScaler.update` raises an error without a check.
         private_optimizer_api.forget_optimizers(plan.scaler, [optimizer])
         return output
     found_inf = overflow if step.has_no_items is not None else epilogue.found_inf
