@@ -135,10 +135,10 @@ class SkippedStepAveragingGuard:
     """
 
     def __init__(
-        self, trainer: "pl.Trainer", before_asking: Callable[[], None], skipped_steps: Callable[[], int]
+        self, trainer: "pl.Trainer", before_update: Callable[[], None], skipped_steps: Callable[[], int]
     ) -> None:
         self._trainer = trainer
-        self._before_asking = before_asking
+        self._before_update = before_update
         self._skipped_steps = skipped_steps
         self._skipped = False
 
@@ -150,7 +150,7 @@ class SkippedStepAveragingGuard:
 
     def _hold(self, callback: WeightAveraging) -> None:
         def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-            self._before_asking()
+            self._before_update()
             if step_idx is not None:
                 if self._skipped:
                     return False
