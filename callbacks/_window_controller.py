@@ -5,7 +5,7 @@ import lightning.pytorch as pl
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import counts_of, refuse_conflicting_callbacks
 from lightning_mp.resume.resumable_progress import ResumableProgress
-from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
+from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy
 
 
 def join_window_controller(
@@ -19,6 +19,5 @@ def join_window_controller(
     refuse_conflicting_callbacks(callback, trainer, pl_module)
     ResumableProgress.attach(trainer)
     controller = AccumulationController.attach(trainer)
-    requested = controller.settings.weighting or Weighting(None)
-    controller.settings.weighting = requested.joined_by(weight_by, **counts_of(callback, count))
+    controller.settings.weigh(weight_by, **counts_of(callback, count))
     return controller

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -9,7 +10,7 @@ from lightning_mp.accumulation.accumulate_grad_batches import ScheduledWindows
 from lightning_mp.accumulation.schedule import Unit, WindowSchedule
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.tokens.budget import TokenBudget
-from lightning_mp.tokens.loss_weighting import Weighting
+from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
 
 @dataclass
@@ -72,6 +73,10 @@ class AccumulationSettings:
     def idle_value(self) -> int:
         """The value of ``trainer.accumulate_grad_batches`` where no window is open."""
         return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
+
+    def weigh(self, weight_by: WeightBy | None, count: CountFunction | None, **counts: Any) -> None:
+        """Micro-batches are weighted, or counted, as one more callback requests: see :meth:`Weighting.joined_by`."""
+        self.weighting = (self.weighting or Weighting(None)).joined_by(weight_by, count, **counts)
 
     def spend(self, budget: TokenBudget) -> None:
         """The run ends on ``budget``."""
