@@ -183,7 +183,6 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     # An optimizer that evaluates the loss between two changes of the weights needs final gradients, not a factor.
     in_kernel = plan.in_kernel and (step.closure is None or plan.scaler is not None)
     items = _make_ready(step, in_kernel=in_kernel)
-    # A window without a loss is skipped like an overflow, but must not lower the loss scale: hence two flags.
     epilogue, overflow = step.epilogue, step.epilogue.found_inf
     if step.has_no_items is not None:
         epilogue.found_inf = torch.maximum(overflow, step.has_no_items.to(overflow))
@@ -219,6 +218,7 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
         # Nothing was checked, and `GradScaler.update` raises an error without a check.
         private_optimizer_api.forget_optimizers(plan.scaler, [optimizer])
         return output
+    # A window without a loss is skipped like an overflow, but must not lower the loss scale.
     found_inf = overflow if step.has_no_items is not None else epilogue.found_inf
     private_optimizer_api.record_found_inf(plan.scaler, optimizer, found_inf)
     if plan.model.automatic_optimization:
