@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,7 +20,7 @@ from lightning_mp.accumulation.boundary import (
     refuse_repeated_losses,
     repeated_losses,
 )
-from lightning_mp.accumulation.lost_gradient import warn_about_lost_gradient
+from lightning_mp.accumulation.lost_gradient import lost_gradient_message
 from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
 from lightning_mp.accumulation.partial_state import PartialAccumulation
 from lightning_mp.accumulation.schedule import Progress, TargetBatch
@@ -594,14 +594,21 @@ class AccumulationController(RunCounts):
     ) -> None:
         """Saves the gradient of an open window if asked to, else warns that it would be lost."""
         window = self.state.window
-        if not window.is_open or window.totals is None or self.settings.follows_trainer:
-            return
-        # A micro-batch that is interrupted after its loss is done again, and may have added to the gradient already.
-        if self.settings.saves_partial_gradients and not self._fit.is_in_backward:
+        if self.lost_window is not None:
+            rank_zero_warn(lost_gradient_message(*self.lost_window))
+        elif window.is_open and window.totals is not None and not self.settings.follows_trainer:
             totals = window.totals.tensor(pl_module.device)
             PartialAccumulation.of(trainer, pl_module, window.planned, window.position, totals).save(checkpoint)
-            return
-        warn_about_lost_gradient(window.planned, window.position)
+
+    @property
+    def lost_window(self) -> tuple[int, int] | None:
+        """How many micro-batches are planned and done, of a window whose gradient a checkpoint of now would lose."""
+        window = self.state.window
+        if not window.is_open or window.totals is None or self.settings.follows_trainer:
+            return None
+        # A micro-batch that is interrupted after its loss is done again, and may have added to the gradient already.
+        is_kept = self.settings.saves_partial_gradients and not self._fit.is_in_backward
+        return None if is_kept else (window.planned, window.position)
 
     def weights_state(self, *, settle: bool = True) -> dict[str, Any]:
         """What is known of the run's losses, for a checkpoint; to ``settle`` the last window call it on all ranks."""

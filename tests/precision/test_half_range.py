@@ -113,6 +113,16 @@ def test_a_policy_may_keep_them_in_fp32() -> None:
     assert module.first.bias[0].item() == pytest.approx(1e5)
 
 
+@pytest.mark.parametrize("part", [lambda: nn.Parameter(torch.ones(4)), lambda: nn.LayerNorm(4)], ids=["bare", "norm"])
+def test_an_optimizer_of_weights_without_16_bit_copies_steps(part: Any) -> None:
+    def loss(module: Any, batch: Tensor) -> Tensor:
+        return (batch * module.part if isinstance(module.part, Tensor) else module.part(batch)).square().mean()
+
+    module = Trained(loss, part=part)
+    small_models.fit(module, [torch.arange(4.0)[None]] * 2, plugin=MasterWeightsPrecision("16-true"))
+    assert any(float((weight.detach() - 1).abs().max()) > 0 for weight in module.parameters())
+
+
 class Sharded(Drifting):
     def configure_model(self) -> None:
         shard(self, self.net)

@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -800,3 +800,39 @@ def test_weights_loaded_in_16_bit_are_widened_and_it_is_said(caplog: pytest.LogC
         caplog.text.count("4 trainable weights were loaded in 16 bit (net.0.weight, net.0.bias, net.2.weight and 1")
         == 1
     )
+
+
+class Late(Fitted):
+    """Compiles a part in one of the hooks of a fit."""
+
+    def __init__(self, hook: str, what: str) -> None:
+        super().__init__()
+        self.hook, self.what = hook, what
+
+    def make(self, hook: str) -> None:
+        if hook != self.hook:
+            return
+        if self.what == "in place":
+            self.net.compile(backend="eager")
+        elif self.what == "as a wrapper":
+            self.net = torch.compile(self.net, backend="eager")
+        else:
+            self.net[0] = torch.compile(self.net[0], backend="eager")
+
+    def setup(self, stage: str) -> None:
+        self.make("setup")
+
+    def on_train_start(self) -> None:
+        self.make("on_train_start")
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_train_start"])
+@pytest.mark.parametrize("what", ["in place", "as a wrapper", "inside"])
+def test_what_is_compiled_too_late_for_copies_is_named(what: str, hook: str) -> None:
+    module, is_late = Late(hook, what), hook == "on_train_start" and what != "inside"
+    dtypes: set[torch.dtype] = set()
+    module.on_after_backward = lambda: dtypes.update(p.grad.dtype for p in module.parameters())  # type: ignore[method-assign]
+    words = r"'net' was compiled after set-up and gets no 16-bit copies"
+    with pytest.warns(UserWarning, match=words) if is_late else nullcontext():
+        fit(module, epochs=1)
+    assert dtypes == {torch.float32 if is_late else torch.bfloat16}
