@@ -30,7 +30,7 @@ from lightning_mp import (
 )
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.out_of_memory import is_out_of_memory
-from lightning_mp.accumulation.part_logs import merge_logged
+from lightning_mp.accumulation.part_results import merge_logged
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 
 
@@ -288,8 +288,8 @@ def test_sparse_gradients():
     ("reduce_fx", "expected"), [("mean", 2.5), (torch.mean, 2.5), ("sum", 4.0), ("max", 3.0), (min, 1.0)]
 )
 def test_logged_values_are_reduced_as_asked(reduce_fx, expected):
-    assert merge_logged([torch.tensor(1.0), 3.0], [0.25, 0.75], reduce_fx) == expected
-    assert merge_logged([1, 3], [0.25, 0.75], reduce_fx) == expected
+    assert merge_logged([torch.tensor(1.0), torch.tensor(3.0)], [0.25, 0.75], reduce_fx) == expected
+    assert merge_logged([torch.tensor(1), torch.tensor(3)], [0.25, 0.75], reduce_fx) == expected
 
 
 @pytest.mark.parametrize(
