@@ -107,6 +107,8 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if stage == "fit":
             _refuse_trainer(trainer, pl_module)
+            # Parts are weighted also where other callbacks only count; the controller settles that as a fit starts.
+            AccumulationController.attach(trainer).settings.weighs_by_loss = True
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -117,12 +119,13 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         if mixing:
             _warn_about_mixing_layers(mixing)
         # Not in `setup`, where callbacks request their windows.
-        is_new = AccumulationController.of(trainer) is None
+        is_new = AccumulationController.attach(trainer).settings.weighting is None
         controller = AccumulationController.weigh_by_loss(trainer)
         if is_new:
             controller.on_fit_start(trainer, pl_module)
-            if getattr(trainer.precision_plugin, "weight_by", "loss") is None:
-                controller.weigh_equally("the precision plugin has weight_by=None")
+        assert controller.weighting is not None
+        if controller.weighting.weight_by is None and getattr(trainer.precision_plugin, "weight_by", "loss") is None:
+            controller.weigh_equally("the precision plugin has weight_by=None")
         step = SplitStep(trainer, pl_module, self, self._state)
         if trainer.world_size > 1:
             _guard_all_gather(Patches.of(trainer), pl_module, step)

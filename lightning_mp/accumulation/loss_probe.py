@@ -153,8 +153,8 @@ class LossProbe:
             # All of them: a half without labels lets a mean plus a sum look like a sum.
             if found == "neither" or (found is not None and form not in (None, found)):
                 raise MisconfigurationException(
-                    f"MicroBatchOnOOM: {compared}: it is neither their mean nor their sum, so the batch cannot be split."
-                    " Use a smaller batch, or ActivationCheckpointing."
+                    f"MicroBatchOnOOM: {compared}: it is neither their mean nor their sum, so the batch cannot be"
+                    " split. Use a smaller batch, or ActivationCheckpointing."
                 )
             if found is not None and form is None and compared.off(found) > _SILENT * tolerance:
                 lightning_logger().warning(

@@ -30,6 +30,7 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_prefixed_message
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -181,6 +182,11 @@ class SplitStep:
         parts = batch.parts(self._state)
         is_split = len(parts) > 1
         if is_split:
+            if self._controller.state.window.totals is None:
+                raise MisconfigurationException(
+                    "MicroBatchOnOOM cannot split a batch whose loss is evaluated again inside of a step, as"
+                    f" {type(batch.closure.optimizer).__name__} does. Use a smaller batch, or another optimizer."
+                )
             batches, samples = [part.batch for part in parts], [part.samples for part in parts]
             known = self._controller.parts_of(batches, samples, losses_add_up=self._state.form == "sum")
         overlaps = closes and self._ddp is not None and _shapes(parts[-1].batch) in self._fitted
