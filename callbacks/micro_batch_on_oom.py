@@ -36,29 +36,28 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     part is weighted by what its loss is a mean over (:doc:`/accumulation`), or by its samples if that is unknown, so
     that together they have the gradient of the whole, up to rounding. Before the first part runs, the losses of some
     samples and of their halves are compared: a loss that is neither their mean nor their sum (in-batch negatives, dice
-    or a variance over the batch) is refused with the numbers. If it is their sum, micro-batches have equal weights from
-    then on.
+    or a variance over the batch) is refused with the numbers, and a message shows a difference that may be rounding. If
+    it is their sum, micro-batches have equal weights from then on.
 
     A failed attempt has no side effects: buffers, plain attributes and metrics of the module, logged values and random
-    numbers are restored to the start of the micro-batch. Gradients are zeroed, and earlier micro-batches of the window
-    are computed again, for which their batches are kept. The size that fits is used for all following micro-batches
-    of this rank; rank 0's is saved in the checkpoint. It never grows by itself; set :attr:`size` to None to start
-    over, or to a number to split from the start.
+    numbers are restored, gradients are zeroed, and earlier micro-batches of the window are computed again from their
+    batches. The size that fits is used for all following micro-batches of this rank; rank 0's is saved in the
+    checkpoint. Set :attr:`size` to None to start over, or to a number to split from the start.
 
     Parts run inside Lightning's closure. Batch indices, ``on_train_batch_*``, ``max_steps``, budgets, checkpoints
     and the optimizer see whole batches:
 
     - A micro-batch that fits is bit-identical to a run without the callback whose micro-batches weigh the same way.
-    - ``on_before_backward`` runs for each part, ``on_after_backward`` once, after the last one; both run again for
-      micro-batches that are computed again.
+    - ``on_before_backward`` runs for each part, ``on_after_backward`` once, after the last one, with a gradient that is
+      not yet divided by the item count; both run again for micro-batches that are computed again.
     - Values given to ``self.log`` are logged once, as the mean over parts by their weights, or by ``batch_size=`` where
-      that was given (sums, maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are
-      concatenated, numbers averaged.
+      that was given (sums, maxima and minima by ``reduce_fx``; a metric's value of the step by samples). Other outputs
+      of the step are detached; rows are concatenated, numbers averaged.
     - Under DDP each rank repeats alone; ranks may use different sizes. Gradients are reduced once per window; after
       the last backward, and during it for batches whose shapes have fitted before. If such a backward runs out of
       memory, the run ends with a note.
     - Layers that normalise over the batch (BatchNorm) see parts, of two samples or more; a warning says so. Dropout
-      masks of parts differ from those of the whole. ``torch.compile`` recompiles for a new size.
+      masks of parts differ from those of the whole.
 
     It does not cover the optimizer step itself, validation, collectives inside the training step, and steps that
     change their batch in place.
@@ -76,7 +75,8 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             manual optimization, LBFGS, a ``dataloader_iter`` step, or hooks on parameters after their gradient was
             accumulated; on several ranks also with SyncBatchNorm, ``dist_sync_on_step`` metrics, other gradient hooks
             on parameters, and DDP with ``static_graph``; with the first batch, if it cannot be split; with the first
-            one that does not fit, if losses do not add up.
+            one that does not fit, if losses do not add up, the step changes frozen parameters, or the optimizer
+            evaluates the loss again.
 
     Example:
         >>> from lightning_mp import MicroBatchOnOOM

@@ -158,8 +158,8 @@ class LossProbe:
                 )
             if found is not None and form is None and compared.off(found) > _SILENT * tolerance:
                 lightning_logger().warning(
-                    f"MicroBatchOnOOM: {compared}. Up to {tolerance:.1%} off their {found} is taken for rounding; a"
-                    " term that compares samples with each other would not be exact."
+                    f"MicroBatchOnOOM: {compared}, {compared.off(found):.2g} off their {found}. Up to {tolerance:g} is"
+                    " taken for rounding; a term that compares samples with each other would not be exact."
                 )
             form = found or form
         if must_see_losses:
