@@ -165,14 +165,14 @@ def _refuse(reasons: Mapping[str, object]) -> None:
 
 
 def _refuse_trainer(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    strategy = trainer.strategy
+    strategy, name = trainer.strategy, type(trainer.strategy).__name__
     known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not is_pipelined(trainer)
     others = [one for one in private_trainer_api.callbacks_of(trainer) if isinstance(one, MicroBatchOnOOM)]
     takes_iterator = is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True)
     _refuse(
         {
-            f"{type(strategy).__name__}, where a rank that repeats a forward alone would wait for the others forever."
-            " Use a single device or DDP, or a batch size that fits.": not known
+            f"{name}: it works on a single device and with DDP, not with {name}: a rank that repeats a forward alone"
+            " would wait for the others forever. Use a batch size that fits.": not known
             or strategy.handles_gradient_accumulation,
             "automatic_optimization=False: it needs automatic optimization, as the module runs its own backwards"
             " otherwise. Remove the callback, or turn that on.": not pl_module.automatic_optimization,
