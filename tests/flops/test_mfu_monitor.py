@@ -23,7 +23,7 @@ from lightning_mp import (
 )
 from lightning_mp.callbacks.mfu_monitor import MFUMonitor
 from lightning_mp.flops import hardware
-from lightning_mp.flops.flop_counter import FlopTally
+from lightning_mp.flops.flop_tally import FlopTally
 from lightning_mp.modules.stand_ins import sum_of_outputs
 from lightning_mp.precision.tf32 import tf32_matmuls_and_convolutions
 from lightning_mp.tokens.count_unit import counted_unit
