@@ -204,7 +204,7 @@ class AccumulationController(RunCounts):
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses an optimizer that evaluates the loss several times in one step; says where weights must be equal."""
-        if not self.settings.follows_trainer:
+        if self.settings.weighting is not None and not self.settings.follows_trainer:
             refuse_repeated_losses(trainer)
         self.state = replace(self.state, end_tokens=None)
         if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
