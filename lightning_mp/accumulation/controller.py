@@ -29,6 +29,7 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE, checked_state, or_none
+from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.sync import reduce_first_backward
 from lightning_mp.modules.stage_placeholder import is_pipelined
@@ -330,7 +331,8 @@ class AccumulationController(RunCounts):
             budget = None if settings.budget is None and self.state.end_tokens is None else self.budget
             if budget is not None:
                 if fit.limiter is None:
-                    fit.limiter = BudgetLimiter(self.counter, fit.weighting, trainer, pl_module.device)
+                    ranks = data_rank(trainer), num_data_ranks(trainer)
+                    fit.limiter = BudgetLimiter(self.counter, fit.weighting, *ranks, pl_module.device)
                 totals = self.state.window.totals if self.state.window.is_open else None
                 measure, ends_run = fit.limiter.limit(budget, totals, self.state.window.position, measure, batch)
         ends_epoch = trainer.is_last_batch or index + 1 >= trainer.num_training_batches
@@ -542,7 +544,7 @@ class AccumulationController(RunCounts):
             is_repeated = micro_batch is not None and micro_batch.is_repeated
             copy = self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
             if weighing is not None:
-                self.state = weighing.close_window(self.state, copy, are_here=totals.device.type == "cpu")
+                self.state = weighing.close_window(self.state, copy)
         for function in self._fit.before_steps:
             function()
         return factor

@@ -152,13 +152,13 @@ class MicroBatchWeighing:
             return windows.mean_of_losses(self._settings, state, totals, num_ranks)
         return windows.normalisation(state, totals, num_ranks) if self.source is not None else None
 
-    def close_window(self, state: AccumulationState, totals: HostCopy, *, are_here: bool) -> AccumulationState:
+    def close_window(self, state: AccumulationState, totals: HostCopy) -> AccumulationState:
         """A window is over; ``totals`` are those over all ranks. What they show is said now, if they are here."""
         if self.source is None or is_single_micro_batch_step(state):
             return state
         self._closed = totals
         self._versions = {}  # the last micro-batch of the window may have had no loss
-        return self.settle_window(state) if are_here else state
+        return self.settle_window(state) if totals.is_there else state
 
     def settle_window(self, state: AccumulationState) -> AccumulationState:
         """Takes from the last window what it has shown; call it on all ranks. Its step is long over, or on the CPU."""

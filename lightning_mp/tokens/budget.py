@@ -4,13 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_mp.core.ranks import world_size
-from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
 from lightning_mp.gradients.gradient_ops import accumulation_dtype
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
@@ -105,12 +103,12 @@ class BudgetLimiter:
     """Trims the micro-batch in which a budget ends."""
 
     def __init__(
-        self, counter: TokenCounter, weighting: Weighting, trainer: "pl.Trainer", device: torch.device
+        self, counter: TokenCounter, weighting: Weighting, data_rank: int, num_data_ranks: int, device: torch.device
     ) -> None:
         self._counter = counter
         self._weighting = weighting
-        self._data_rank = data_rank(trainer)
-        self._is_alone = num_data_ranks(trainer) == 1
+        self._data_rank = data_rank  # this rank among those that see different data
+        self._is_alone = num_data_ranks == 1
         self._device = device
         self._undo_trim: Callable[[], None] | None = None
 

@@ -191,6 +191,17 @@ def test_a_masked_sum_over_max_1_n_is_unknown_beside_another_mean_if_that_is_1(s
             assert weights.is_equal is (kept < 2)
 
 
+def test_the_targets_of_all_sums_are_counted_if_the_batch_says_what_divides_them() -> None:
+    o = logits()
+    chunks = [F.cross_entropy(o[rows], LABELS[rows], reduction="sum") for rows in (slice(2), slice(2, None))]
+    reading = read_items(0.5 * sum(chunks) / 12, counts_targets=True)
+    assert isinstance(reading, Items)
+    assert [(mean.total, mean.factor) for mean in reading.means] == [(3, 0.5)]
+    assert reading.divisor == 12
+    other = read_items(chunks[0] / 12 + o.square().mean(), counts_targets=True)
+    assert other == Unknown("not all of it is divided by num_items_in_batch")
+
+
 @pytest.mark.parametrize("loss", [torch.zeros(()), torch.zeros((), requires_grad=True) / 4])
 def test_a_constant_counts_nothing(loss: Tensor) -> None:
     assert read_items(loss, divided=loss.requires_grad) == Items()
