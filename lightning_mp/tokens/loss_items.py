@@ -18,7 +18,7 @@ What is counted is named by the function, by the number of dimensions of its ite
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class Mean:
     total: Number  # how many
     factor: float | None = 1.0  # by which it enters the loss; None if the host does not know it
     parts: int = 1  # of a mean of means, how many these are
-    is_even: bool | Tensor = True  # they are all over equally many
+    is_even: bool | Tensor = True  # they are all over equally many; on the device also that `total` is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +256,10 @@ class _Walk:
         for mean in found:  # no comprehension: a Python call
             if mean.factor == 0.0:
                 self._has_zero = True
-            else:
+            elif is_alone or isinstance(mean.total, float) or "sum of" not in mean.kind:
                 means.append(mean)
+            else:
+                means.append(replace(mean, is_even=mean.is_even & mean.total.isfinite()))
         if not means and not self._has_zero and not self._is_empty:
             raise _Unreadable("nothing in it counts items")
         if self._targets is not None:

@@ -111,7 +111,7 @@ class LossWeights:
             before = before or next(iter(self._forms.values()))
             return 0.0, False, f"it is multiplied by {_text(added)}, and one before it by {_text(before)}"
         if len(reading.means) == len(first.means) == 1 and main.parts == known.parts == 1:
-            return main.total, main.is_even, ""
+            return main.total, main.is_even, "it is a mean over 1 or no items"
         return self._in_proportion(reading, main, known)
 
     def _in_proportion(self, reading: Items, main: Mean, known: Mean) -> Weight:

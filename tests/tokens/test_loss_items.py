@@ -291,8 +291,9 @@ class Waits(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("name", MEANS)
-def test_numbers_on_a_device_stay_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers in tensors are as on a device."""
     on_host = loss_items.on_host
 
     def as_of_a_device(value: Tensor) -> Any:
@@ -302,6 +303,25 @@ def test_numbers_on_a_device_stay_there(name: str, monkeypatch: pytest.MonkeyPat
             return on_host(value)
 
     monkeypatch.setattr(loss_items, "on_host", as_of_a_device)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_masked_sum_over_1_beside_another_mean_is_unknown_on_a_device_too() -> None:
+    weights, o = LossWeights(), logits()
+
+    def reading(kept: int) -> Items | Unknown:
+        mask = torch.arange(ROWS) < kept
+        other = o[:kept].abs().sum(1).mean()
+        return read_items((o.abs().sum(1) * mask).sum() / mask.sum().clamp(min=1) + other)
+
+    weights.settle([reading(2)])
+    assert not weights.is_equal
+    assert [bool(weights.of(reading(kept))[1]) for kept in (2, 3, 1)] == [True, True, False]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", MEANS)
+def test_numbers_on_a_device_stay_there(name: str) -> None:
     loss, expected = MEANS[name]
     value = loss(logits())
     with Waits() as waits:
