@@ -2,7 +2,6 @@
 
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,14 +76,6 @@ def test_a_weight_is_held_at_the_end_of_the_range_and_named(settings: dict[str, 
 def test_it_is_named_although_the_fit_ends_with_that_step() -> None:
     with pytest.warns(UserWarning, match="net.drifts have reached"):
         fit(Drifting(3), 3)
-
-
-def test_resuming_from_the_end_of_the_range_is_exact(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="net.drifts have reached"):
-        fit(Drifting(3), 3).save_checkpoint(tmp_path / "x.ckpt")
-    module = Drifting(0)
-    fit(module, 1, max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
-    assert module.working == [34784.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
