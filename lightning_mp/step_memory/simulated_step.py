@@ -22,12 +22,12 @@ from lightning_mp.gradients.old_gradients import module_needs_old_gradients
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.float8_layers import choose_float8_layers
-from lightning_mp.policy.gathered_dtypes import gathered_low
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.step_memory.kernels import CudaKernels, cpu_workspace_bytes
 from lightning_mp.step_memory.live_storages import PARTS, LiveStorages, MemorySample, Part
+from lightning_mp.step_memory.sharded_units import ShardedUnits, Sharding, gathered_dtype_of
 from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -47,14 +47,22 @@ class StandInModel:
     """
 
     def __init__(
-        self, module: nn.Module, precision: PrecisionSpec, *, policy: PrecisionPolicy | None, device_type: str
+        self,
+        module: nn.Module,
+        precision: PrecisionSpec,
+        *,
+        policy: PrecisionPolicy | None,
+        device_type: str,
+        sharding: Sharding | None = None,
     ) -> None:
         self._precision = precision
-        self.fp32_gradients = precision.fp32_gradients
+        self.fp32_gradients = precision.fp32_gradients and sharding is None  # FSDP2 reduces in fp32
         self._is_autocast = precision.autocast or precision.master_bytes > 0
         if precision.master_bytes > 0:
             policy = with_exact_parametrizations(policy, module)
         kept = _kept_in_float32(module, precision, policy)
+        if sharding is not None and self._is_autocast:
+            kept = gathered_dtype_of(module, sharding.units, precision, policy)
         self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
         chosen = choose_float8_layers(self.module) if precision.fp8 else []
         fp8 = [layer.module for layer in chosen if layer.skipped_because is None]
@@ -193,10 +201,10 @@ def _without_one_dnn() -> Iterator[None]:
 
 
 StepFunction = Callable[[nn.Module, Any], Any]
-# Casts that do not exist under FSDP2 are of no part.
 _KNOWN: tuple[Part | None, ...] = (
     None,
     "weights",
+    "gathered weights",
     "buffers",
     "batch",
     "weight casts",
@@ -215,29 +223,32 @@ def simulate_step(
     precision: PrecisionSpec,
     policy: PrecisionPolicy | None,
     device_type: str,
-    is_sharded: bool = False,
+    sharding: Sharding | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> list[MemorySample]:
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
     Lightning clears gradients between forward and backward, so those of the step before live through the forward; the
-    plugins of this package free them before it. With ``is_sharded``, weights that FSDP2 gathers in the format of their
-    product are cast nowhere.
+    plugins of this package free them before it. With ``sharding``, FSDP2 gathers and reduces unit by unit.
     """
     fake = private_dispatch_api.FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
-        model = StandInModel(module, precision, policy=policy, device_type=device_type)
+        model = StandInModel(module, precision, policy=policy, device_type=device_type, sharding=sharding)
         inputs = batch_with(batch, model.cast_input)
         if prepare is not None:
             prepare(model.module)
+    live = LiveStorages(cpu_workspace_bytes if device_type == "cpu" else None)
     made = make_optimizers(model.module, optimizer)
+    units = None
+    if sharding is not None:
+        with fake:
+            units = ShardedUnits(model.module, sharding, precision, policy, live, on_gloo=device_type == "cpu")
+            for one in made:
+                units.use_shards(one)
     optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
     run = step if step is not None else _default_step(module)
     has_padding = _has_padding(batch)  # reads numbers, which fails in a fake tensor mode
-    live = LiveStorages(cpu_workspace_bytes if device_type == "cpu" else None)
-    live.add("weights", model.module.parameters())
-    if is_sharded and precision.autocast:
-        live.never_cast(gathered_low(model.module, policy, precision.compute_dtype))
+    live.add(None if units is not None else "weights", model.module.parameters())
     live.add("buffers", model.module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
@@ -251,13 +262,24 @@ def simulate_step(
         GroupedProducts(),
         CudaKernels() if device_type == "cuda" else nullcontext(),
     ):
-        _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
+        if units is not None and sharding.is_window and sharding.sync == "window":
+            units.reduces = False
+            _forward_and_backward(model, inputs, partial(units.run, run), live, has_padding=has_padding)
+            units.finish_backward()
+            units.reduces = True
+        _forward_and_backward(
+            model, inputs, run if units is None else partial(units.run, run), live, has_padding=has_padding
+        )
+        if units is not None:
+            units.finish_backward()
     gradients = live.bytes_by_part.get("gradients", 0)
     for one in optimizers:
         one.step()  # the first one makes the states
         live.add("optimizer states", one.states)
     states = live.bytes_by_part.get("optimizer states", 0)
-    old_gradients = 0 if _frees_gradients(module, precision) else gradients
+    old_gradients: int | None = 0 if _frees_gradients(module, precision) else gradients
+    if sharding is not None and sharding.is_window:
+        old_gradients = None
     before = [_second_step(sample, old_gradients, states) for sample in live.samples]
     return before + _optimizer_steps(optimizers, live)
 
@@ -278,10 +300,10 @@ def _frees_gradients(module: nn.Module, precision: PrecisionSpec) -> bool:
     return precision.frees_gradients and not (is_lightning_module and module_needs_old_gradients(module))  # type: ignore[arg-type]
 
 
-def _second_step(sample: MemorySample, old_gradients: int, states: int) -> MemorySample:
+def _second_step(sample: MemorySample, old_gradients: int | None, states: int) -> MemorySample:
     """A moment of the first step as it is in the second: with states, and in the forward with the old gradients."""
     parts = {**sample.bytes_by_part, "optimizer states": states}
-    if sample.phase == "forward":
+    if sample.phase == "forward" and old_gradients is not None:
         parts["gradients"] = old_gradients
     return MemorySample(sample.phase, {part: parts[part] for part in PARTS if parts.get(part)})
 
@@ -307,6 +329,7 @@ def _forward_and_backward(
         warnings.filterwarnings("ignore", message=r"You are trying to `self\.log\(\)`")
         # Every tensor here represents another one.
         masks = MasksWithoutNumbers(lambda tensor: True, has_padding=has_padding)
+        live.phase = "forward"
         with model.forward_context(), _saved_as_activations(live), masks:
             output = run(module, inputs)
             loss = sum_of_outputs(output)

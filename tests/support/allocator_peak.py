@@ -4,7 +4,9 @@ model was made, internal buffers of kernels included.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 
 _STEP = "the step that is measured"
+_THREAD_SECONDS = 0.003
 
 
 class MarkStep(pl.Callback):
@@ -37,7 +40,8 @@ def mark_step() -> None:
 
 def peak_of_step(run: Callable[[], object]) -> int:
     """Bytes at the peak after :func:`mark_step`, of everything that ``run`` allocates, from the model on."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with _freed_by_this_thread(), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -46,6 +50,26 @@ def peak_of_step(run: Callable[[], object]) -> int:
     begin = next(event["ts"] for event in events if event.get("name") == _STEP)
     memory = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
     return _peak(((event["ts"], event["args"]["Bytes"], event["args"]["Addr"]) for event in memory), begin)
+
+
+@contextmanager
+def _freed_by_this_thread() -> Iterator[None]:
+    """The profiler sees nothing of gloo's threads, so what they were the last to hold would never be freed.
+
+    A collective operation therefore outlives the thread that has carried it out.
+    """
+    wait = torch.distributed.Work.wait
+
+    def wait_for_its_thread(work: Any, *args: Any, **kwargs: Any) -> Any:
+        result = wait(work, *args, **kwargs)
+        time.sleep(_THREAD_SECONDS)
+        return result
+
+    torch.distributed.Work.wait = wait_for_its_thread  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.distributed.Work.wait = wait  # type: ignore[method-assign]
 
 
 def _peak(events: Iterable[tuple[float, int, int]], begin: float) -> int:
