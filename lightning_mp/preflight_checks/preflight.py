@@ -36,7 +36,7 @@ from lightning_mp.preflight_checks.trainer_facts import (
     weights_of,
 )
 from lightning_mp.preflight_checks.watched_step import StandInTrainer, WatchedStep
-from lightning_mp.step_memory.estimate import over_a_window, reserved_range, under_ddp
+from lightning_mp.step_memory.estimate import reserved_range, under_ddp
 from lightning_mp.step_memory.kernels import CUDA_WORKSPACE_BYTES
 from lightning_mp.step_memory.live_storages import MemorySample
 from lightning_mp.step_memory.sharded_units import Sharding
@@ -128,7 +128,9 @@ class TrainerInspection:
             storage_of(self._trainer),
             getattr(plugin, "policy", None),
             self._device.accelerator,
-            sharding=self._sharding(is_window=max(windows, default=1) > 1),
+            accumulates=max(windows, default=1) > 1,
+            in_ddp=isinstance(self._trainer.strategy, DDPStrategy),
+            sharding=self._sharding(),
         )
         self._attempt("training step", lambda: self._try_step(step))
         self._dtype_error = self._dtype_error or watched.mixed_dtypes
@@ -187,10 +189,10 @@ class TrainerInspection:
         live += CUDA_WORKSPACE_BYTES if self._device.accelerator == "cuda" else 0
         return FoundMemory(live_bytes=live, reserved_bytes=reserved_range(live)[1], available_bytes=available)
 
-    def _sharding(self, *, is_window: bool) -> Sharding | None:
+    def _sharding(self) -> Sharding | None:
         strategy, ranks = self._trainer.strategy, data_ranks_of(self._trainer)
         is_sharded = isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
-        return Sharding(ranks=ranks, is_window=is_window) if is_sharded else None
+        return Sharding(ranks=ranks) if is_sharded else None
 
     def _of_strategy(self, samples: list[MemorySample], *, is_window: bool) -> list[MemorySample]:
         strategy = self._trainer.strategy
@@ -198,7 +200,6 @@ class TrainerInspection:
             return samples
         if isinstance(strategy, ModelParallelStrategy) and data_ranks_of(self._trainer) == self._trainer.world_size:
             return samples
-        samples = over_a_window(samples) if is_window else samples
         if isinstance(strategy, SingleDeviceStrategy):
             return samples
         if isinstance(strategy, DDPStrategy):

@@ -215,6 +215,8 @@ class WatchedStep:
         policy: PrecisionPolicy | None,
         device_type: str,
         *,
+        accumulates: bool = False,
+        in_ddp: bool = False,
         sharding: Sharding | None = None,
     ) -> None:
         """Runs it once."""
@@ -235,6 +237,8 @@ class WatchedStep:
                     precision=precision,
                     policy=policy,
                     device_type=device_type,
+                    accumulates=accumulates,
+                    in_ddp=in_ddp,
                     sharding=sharding,
                     prepare=self._prepare,
                 )

@@ -187,7 +187,7 @@ def estimate_memory(
         raise ValueError(f"`sync` {sync!r} is not known. Use one of {', '.join(SYNCS)}.")
     sharding = None
     if strategy == "fsdp2":
-        sharding = Sharding(ranks=ranks, units="auto" if units is None else units, is_window=window > 1, sync=sync)
+        sharding = Sharding(ranks=ranks, units="auto" if units is None else units, sync=sync)
     chosen = _policy(policy, precision, row)
     samples = simulate_step(
         module,
@@ -197,10 +197,10 @@ def estimate_memory(
         precision=row,
         policy=chosen,
         device_type=device_type,
+        accumulates=window > 1,
+        in_ddp=strategy == "ddp",
         sharding=sharding,
     )
-    if window > 1 and sharding is None:
-        samples = over_a_window(samples)
     if strategy == "ddp":
         # Earlier micro-batches of a window reduce nothing: their gradients are no views.
         samples = under_ddp(samples, gradients_are_views=gradient_as_bucket_view and window == 1)
@@ -277,12 +277,6 @@ def draw_timeline(estimate: MemoryEstimate, path: Path) -> None:
     figure.savefig(path)
 
 
-def over_a_window(samples: Sequence[MemorySample]) -> list[MemorySample]:
-    """The gradients of earlier micro-batches live through forward and backward; each new one comes on top of them."""
-    whole = max((sample.bytes_by_part.get("gradients", 0) for sample in samples), default=0)
-    return [_with(sample, {"gradients": whole}) for sample in samples]
-
-
 def under_ddp(samples: Sequence[MemorySample], *, gradients_are_views: bool = False) -> list[MemorySample]:
     """Every rank holds everything; gradients are there a second time, in the buckets that are reduced.
 
@@ -293,9 +287,7 @@ def under_ddp(samples: Sequence[MemorySample], *, gradients_are_views: bool = Fa
         Li et al. 2020, arXiv:2006.15704, section 3.2; torch's DistributedDataParallel makes the buckets when it wraps
         the model.
     """
-    buckets: dict[Part, int] = {
-        "communication buffers": max((s.bytes_by_part.get("gradients", 0) for s in samples), default=0)
-    }
+    buckets: dict[Part, int] = {"communication buffers": samples[-1].bytes_by_part.get("gradients", 0)}
     are_in_buckets: dict[Part, int] = {"gradients": 0} if gradients_are_views else {}
     return [_with(sample, buckets if sample.phase == "backward" else buckets | are_in_buckets) for sample in samples]
 

@@ -5,6 +5,7 @@ shards.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal, get_args
@@ -34,7 +35,6 @@ class Sharding:
 
     ranks: int
     units: Shard = "auto"
-    is_window: bool = False  # earlier micro-batches have left gradients
     sync: GradientSync = "micro_batch"
 
 
@@ -72,10 +72,13 @@ class ShardedUnits:
         live: LiveStorages,
         *,
         on_gloo: bool,
+        accumulates: bool,
     ) -> None:
         self._ranks, self._live, self._on_gloo = sharding.ranks, live, on_gloo
-        self._accumulates = sharding.is_window and sharding.sync == "micro_batch"
-        self.reduces = True  #: whether this micro-batch does
+        keeps_whole = accumulates and sharding.sync == "window"
+        #: Those to run, and whether each reduces gradients.
+        self.micro_batches = (False, True) if keeps_whole else (True,)
+        self._accumulates, self._reduces = accumulates, True
         self._precision = precision
         self._units = list(_units_of(module, sharding.units, precision, policy))
         self._root = self._units[-1]
@@ -86,7 +89,7 @@ class ShardedUnits:
         for unit in self._units:
             for parameter in unit.parameters:
                 self.shards[id(parameter)] = self._shard_of(parameter, is_cast=unit.is_cast)
-            if sharding.is_window and sharding.sync == "window":
+            if keeps_whole:
                 learning = [parameter for parameter in unit.parameters if parameter.requires_grad]
                 unit.summed = {p: self._made("gradients", p.numel(), _REDUCED_DTYPE) for p in learning}
             if unit is not self._root:
@@ -102,9 +105,6 @@ class ShardedUnits:
         shape = (ceil(parameter.shape[0] / self._ranks), *parameter.shape[1:]) if parameter.ndim else (1,)
         shard = nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu"), requires_grad=parameter.requires_grad)
         self._live.add("masters" if is_master and dtype == torch.float32 else "weights", [shard])
-        if self._accumulates and parameter.requires_grad:
-            self._give_gradient(shard, torch.empty(shape, dtype=self._reduced_dtype(parameter), device="cpu"))
-            self._live.add("gradients", [shard.grad])
         return shard
 
     def use_shards(self, optimizer: Optimizer) -> None:
@@ -208,7 +208,7 @@ class ShardedUnits:
             parameter.grad = None
         gradients = [p for p in unit.parameters if p.grad is not None or p in unit.summed]
         self._free(unit)
-        if not self.reduces:
+        if not self._reduces:
             return
         self._reduce_input = None
         if gradients:
@@ -230,12 +230,15 @@ class ShardedUnits:
             shard = self.shards[id(parameter)]
             if shard.grad is None:
                 self._give_gradient(shard, reduced[start : start + shard.numel()].view(shard.shape))
-                self._live.add("gradients", [reduced])
+                self._live.add(None if self._accumulates else "gradients", [reduced])
             start += shard.numel()
         self._live.sample()
 
-    def finish_backward(self) -> None:
-        """Reduces units whose inputs need no gradient."""
+    @contextmanager
+    def reducing(self, reduces: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch; at its end units are reduced whose inputs need no gradient."""
+        self._reduces = reduces
+        yield
         for unit in (self._root, *self._units[:-1]):
             if unit.state != "after backward":
                 self._after_backward(unit)

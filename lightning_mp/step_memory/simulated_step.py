@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -223,13 +223,18 @@ def simulate_step(
     precision: PrecisionSpec,
     policy: PrecisionPolicy | None,
     device_type: str,
+    accumulates: bool = False,
+    in_ddp: bool = False,
     sharding: Sharding | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> list[MemorySample]:
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
     Lightning clears gradients between forward and backward, so those of the step before live through the forward; the
-    plugins of this package free them before it. With ``sharding``, FSDP2 gathers and reduces unit by unit.
+    plugins of this package free them before it. Where the step ``accumulates``, the gradients of earlier micro-batches
+    live through both, and each new one comes on top until it is added: at once, or, where it is that of a copy that a
+    parameter was lent, when backward has ended. Under DDP copies are leaves. With ``sharding``, FSDP2 gathers and
+    reduces unit by unit.
     """
     fake = private_dispatch_api.FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
@@ -242,9 +247,11 @@ def simulate_step(
     units = None
     if sharding is not None:
         with fake:
-            units = ShardedUnits(model.module, sharding, precision, policy, live, on_gloo=device_type == "cpu")
-            for one in made:
-                units.use_shards(one)
+            units = ShardedUnits(
+                model.module, sharding, precision, policy, live, on_gloo=device_type == "cpu", accumulates=accumulates
+            )
+        for one in made:
+            units.use_shards(one)
     optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
     run = step if step is not None else _default_step(module)
     has_padding = _has_padding(batch)  # reads numbers, which fails in a fake tensor mode
@@ -262,25 +269,39 @@ def simulate_step(
         GroupedProducts(),
         CudaKernels() if device_type == "cuda" else nullcontext(),
     ):
-        if units is not None and sharding.is_window and sharding.sync == "window":
-            units.reduces = False
-            _forward_and_backward(model, inputs, partial(units.run, run), live, has_padding=has_padding)
-            units.finish_backward()
-            units.reduces = True
-        _forward_and_backward(
-            model, inputs, run if units is None else partial(units.run, run), live, has_padding=has_padding
+        learning = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        gradients = partial(
+            _counted_gradients,
+            learning,
+            live,
+            in_fp32=model.fp32_gradients,
+            are_lent=precision.master_bytes > 0 and not in_ddp and units is None,
+            are_added=accumulates and units is None,
         )
-        if units is not None:
-            units.finish_backward()
-    gradients = live.bytes_by_part.get("gradients", 0)
+        if units is None:
+            _forward_and_backward(model, inputs, run, live, gradients, has_padding=has_padding)
+        else:
+            for reduces in units.micro_batches:
+                with units.reducing(reduces):
+                    _forward_and_backward(
+                        model, inputs, partial(units.run, run), live, gradients, has_padding=has_padding
+                    )
+    trained = learning if units is None else units.shards.values()
+    summed = [parameter.grad for parameter in trained if parameter.grad is not None]
+    earlier = sum(gradient.nbytes for gradient in summed)
+    live.add("gradients", summed)
     for one in optimizers:
         one.step()  # the first one makes the states
         live.add("optimizer states", one.states)
     states = live.bytes_by_part.get("optimizer states", 0)
-    old_gradients: int | None = 0 if _frees_gradients(module, precision) else gradients
-    if sharding is not None and sharding.is_window:
-        old_gradients = None
-    before = [_second_step(sample, old_gradients, states) for sample in live.samples]
+    if accumulates:
+        in_forward, in_backward = earlier, earlier
+    else:
+        in_forward, in_backward = 0 if _frees_gradients(module, precision) else earlier, 0
+    before = [
+        _with_earlier(sample, in_forward if sample.phase == "forward" else in_backward, states)
+        for sample in live.samples
+    ]
     return before + _optimizer_steps(optimizers, live)
 
 
@@ -300,11 +321,10 @@ def _frees_gradients(module: nn.Module, precision: PrecisionSpec) -> bool:
     return precision.frees_gradients and not (is_lightning_module and module_needs_old_gradients(module))  # type: ignore[arg-type]
 
 
-def _second_step(sample: MemorySample, old_gradients: int | None, states: int) -> MemorySample:
-    """A moment of the first step as it is in the second: with states, and in the forward with the old gradients."""
+def _with_earlier(sample: MemorySample, gradients: int, states: int) -> MemorySample:
+    """A moment of the first step as it is in a later one: with states, and with gradients that are there already."""
     parts = {**sample.bytes_by_part, "optimizer states": states}
-    if sample.phase == "forward" and old_gradients is not None:
-        parts["gradients"] = old_gradients
+    parts["gradients"] = parts.get("gradients", 0) + gradients
     return MemorySample(sample.phase, {part: parts[part] for part in PARTS if parts.get(part)})
 
 
@@ -321,7 +341,13 @@ def _has_padding(batch: Any) -> bool:
 
 
 def _forward_and_backward(
-    model: StandInModel, inputs: Any, run: StepFunction, live: LiveStorages, *, has_padding: bool
+    model: StandInModel,
+    inputs: Any,
+    run: StepFunction,
+    live: LiveStorages,
+    gradients: Callable[[], AbstractContextManager[None]],
+    *,
+    has_padding: bool,
 ) -> None:
     module = model.module
     with _readable_errors(), warnings.catch_warnings():
@@ -341,26 +367,45 @@ def _forward_and_backward(
             )
         live.phase = "backward"
         live.sample()
-        learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        handles = [_count_gradient(parameter, live, in_fp32=model.fp32_gradients) for parameter in learning]
-        with model.backward_context():
+        with gradients(), model.backward_context():
             backward_in_modes(loss)
-        for handle in handles:
-            handle.remove()
 
 
-def _count_gradient(parameter: Tensor, live: LiveStorages, *, in_fp32: bool) -> Any:
+@contextmanager
+def _counted_gradients(
+    parameters: Sequence[Tensor], live: LiveStorages, *, in_fp32: bool, are_lent: bool, are_added: bool
+) -> Iterator[None]:
+    """Counts gradients from their end on, until they are added to those of earlier micro-batches.
+
+    Those of copies that parameters were lent are converted and added last: autograd runs the nodes that were made first
+    when nothing else is left to run.
+    """
+    waiting: list[Tensor] = []
+
     def count(parameter: Tensor) -> None:
+        live.add("gradients", tensors_in(parameter.grad))
+        live.sample()
+        if are_lent:
+            waiting.append(parameter)
+        else:
+            settle(parameter)
+
+    def settle(parameter: Tensor) -> None:
         assert parameter.grad is not None
         if in_fp32 and parameter.dtype in HALF_DTYPES:
             wide = parameter.grad.float()
             parameter.grad = None
             parameter.grad_dtype = torch.float32
             parameter.grad = wide
-        live.add("gradients", [parameter.grad])
+        live.add(None if are_added else "gradients", [parameter.grad])
         live.sample()
 
-    return parameter.register_post_accumulate_grad_hook(count)
+    handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in parameters]
+    yield
+    for parameter in waiting:
+        settle(parameter)
+    for handle in handles:
+        handle.remove()
 
 
 @contextmanager

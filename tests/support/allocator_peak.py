@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 
 _STEP = "the step that is measured"
-_THREAD_SECONDS = 0.003
+_THREAD_SECONDS = 0.01
 
 
 class MarkStep(pl.Callback):
@@ -75,12 +75,12 @@ def _freed_by_this_thread() -> Iterator[None]:
 def _peak(events: Iterable[tuple[float, int, int]], begin: float) -> int:
     live: dict[int, int] = {}
     now = most = 0
-    for time, size, address in events:
+    for when, size, address in events:
         if size > 0:
             now += size - live.get(address, 0)  # the profiler loses events: this block was freed
             live[address] = size
         elif address in live:  # what was there before the trace does not count
             now -= live.pop(address)
-        if time >= begin:
+        if when >= begin:
             most = max(most, now)
     return most
