@@ -40,6 +40,7 @@ from lightning_mp.step_memory.estimate import reserved_range, under_ddp
 from lightning_mp.step_memory.kernels import CUDA_WORKSPACE_BYTES
 from lightning_mp.step_memory.live_storages import MemorySample
 from lightning_mp.step_memory.sharded_units import Sharding
+from lightning_mp.step_memory.simulated_step import DDPGradients
 
 
 class TrainerInspection:
@@ -129,7 +130,7 @@ class TrainerInspection:
             getattr(plugin, "policy", None),
             self._device.accelerator,
             accumulates=max(windows, default=1) > 1,
-            in_ddp=isinstance(self._trainer.strategy, DDPStrategy),
+            ddp_gradients=self._ddp_gradients(is_window=max(windows, default=1) > 1),
             sharding=self._sharding(),
         )
         self._attempt("training step", lambda: self._try_step(step))
@@ -189,6 +190,13 @@ class TrainerInspection:
         live += CUDA_WORKSPACE_BYTES if self._device.accelerator == "cuda" else 0
         return FoundMemory(live_bytes=live, reserved_bytes=reserved_range(live)[1], available_bytes=available)
 
+    def _ddp_gradients(self, *, is_window: bool) -> DDPGradients | None:
+        strategy = self._trainer.strategy
+        if not isinstance(strategy, DDPStrategy):
+            return None
+        views = bool(private_trainer_api.ddp_arguments(strategy).get("gradient_as_bucket_view"))
+        return "views" if views and not is_window else "copied to buckets"
+
     def _sharding(self) -> Sharding | None:
         strategy, ranks = self._trainer.strategy, data_ranks_of(self._trainer)
         is_sharded = isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
@@ -203,8 +211,7 @@ class TrainerInspection:
         if isinstance(strategy, SingleDeviceStrategy):
             return samples
         if isinstance(strategy, DDPStrategy):
-            views = bool(private_trainer_api.ddp_arguments(strategy).get("gradient_as_bucket_view"))
-            return under_ddp(samples, gradients_are_views=views and not is_window)
+            return under_ddp(samples, gradients_are_views=self._ddp_gradients(is_window=is_window) == "views")
         raise ValueError(f"memory under {type(strategy).__name__} is not known. Use estimate_memory().")
 
     def _checkpoint(self, watched: WatchedStep | None, path: str | Path | None) -> FoundCheckpoint | None:

@@ -30,7 +30,7 @@ from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.preflight_checks.found import FoundStep
 from lightning_mp.step_memory.live_storages import MemorySample
 from lightning_mp.step_memory.sharded_units import Sharding
-from lightning_mp.step_memory.simulated_step import simulate_step
+from lightning_mp.step_memory.simulated_step import DDPGradients, simulate_step
 from lightning_mp.step_memory.stand_in_optimizer import optimizers_in
 
 
@@ -216,7 +216,7 @@ class WatchedStep:
         device_type: str,
         *,
         accumulates: bool = False,
-        in_ddp: bool = False,
+        ddp_gradients: DDPGradients | None = None,
         sharding: Sharding | None = None,
     ) -> None:
         """Runs it once."""
@@ -238,7 +238,7 @@ class WatchedStep:
                     policy=policy,
                     device_type=device_type,
                     accumulates=accumulates,
-                    in_ddp=in_ddp,
+                    ddp_gradients=ddp_gradients,
                     sharding=sharding,
                     prepare=self._prepare,
                 )

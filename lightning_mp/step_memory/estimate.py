@@ -22,7 +22,7 @@ from lightning_mp.policy.unit_selection import Shard
 from lightning_mp.step_memory.kernels import CUDA_WORKSPACE_BYTES
 from lightning_mp.step_memory.live_storages import PARTS, MemorySample, Part
 from lightning_mp.step_memory.sharded_units import SYNCS, GradientSync, Sharding
-from lightning_mp.step_memory.simulated_step import StepFunction, simulate_step
+from lightning_mp.step_memory.simulated_step import DDPGradients, StepFunction, simulate_step
 from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory
 
 MemoryStrategy = Literal["single", "ddp", "fsdp2"]
@@ -189,6 +189,11 @@ def estimate_memory(
     if strategy == "fsdp2":
         sharding = Sharding(ranks=ranks, units="auto" if units is None else units, sync=sync)
     chosen = _policy(policy, precision, row)
+    # Earlier micro-batches of a window reduce nothing: their gradients are no views.
+    views = gradient_as_bucket_view and window == 1
+    ddp: DDPGradients | None = None
+    if strategy == "ddp":
+        ddp = "views" if views else "copied to buckets"
     samples = simulate_step(
         module,
         batch,
@@ -198,12 +203,11 @@ def estimate_memory(
         policy=chosen,
         device_type=device_type,
         accumulates=window > 1,
-        in_ddp=strategy == "ddp",
+        ddp_gradients=ddp,
         sharding=sharding,
     )
     if strategy == "ddp":
-        # Earlier micro-batches of a window reduce nothing: their gradients are no views.
-        samples = under_ddp(samples, gradients_are_views=gradient_as_bucket_view and window == 1)
+        samples = under_ddp(samples, gradients_are_views=views)
     if device_type == "cuda":
         samples = [_with(sample, {"workspaces": CUDA_WORKSPACE_BYTES}) for sample in samples]
     return MemoryEstimate(
@@ -280,8 +284,8 @@ def draw_timeline(estimate: MemoryEstimate, path: Path) -> None:
 def under_ddp(samples: Sequence[MemorySample], *, gradients_are_views: bool = False) -> list[MemorySample]:
     """Every rank holds everything; gradients are there a second time, in the buckets that are reduced.
 
-    As views of the buckets, gradients are there once, and always: they are cleared, but not freed. Until a backward
-    has ended, those that it makes come on top of the buckets.
+    As views of the buckets, gradients are there once, and always: they are cleared, but not freed. In backward one at a
+    time comes on top, until it is copied.
 
     Source:
         Li et al. 2020, arXiv:2006.15704, section 3.2; torch's DistributedDataParallel makes the buckets when it wraps

@@ -173,7 +173,8 @@ class ShardedUnits:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not (enters and inputs and torch.is_grad_enabled()):
             return args, kwargs
-        marked: Iterator[Tensor] = iter(_AfterBackward.apply(lambda: self._after_backward(unit), *inputs))
+        after: Callable[..., tuple[Tensor, ...]] = _AfterBackward.apply
+        marked = iter(after(lambda: self._after_backward(unit), *inputs))
         return apply_to_collection((args, kwargs), Tensor, lambda x: next(marked) if x.requires_grad else x)
 
     def _after_forward(self, unit: _Unit, output: Any) -> None:

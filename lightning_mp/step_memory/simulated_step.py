@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -201,6 +201,7 @@ def _without_one_dnn() -> Iterator[None]:
 
 
 StepFunction = Callable[[nn.Module, Any], Any]
+DDPGradients = Literal["copied to buckets", "views"]
 _KNOWN: tuple[Part | None, ...] = (
     None,
     "weights",
@@ -224,7 +225,7 @@ def simulate_step(
     policy: PrecisionPolicy | None,
     device_type: str,
     accumulates: bool = False,
-    in_ddp: bool = False,
+    ddp_gradients: DDPGradients | None = None,
     sharding: Sharding | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> list[MemorySample]:
@@ -233,7 +234,8 @@ def simulate_step(
     Lightning clears gradients between forward and backward, so those of the step before live through the forward; the
     plugins of this package free them before it. Where the step ``accumulates``, the gradients of earlier micro-batches
     live through both, and each new one comes on top until it is added: at once, or, where it is that of a copy that a
-    parameter was lent, when backward has ended. Under DDP copies are leaves. With ``sharding``, FSDP2 gathers and
+    parameter was lent, when backward has ended. Under DDP copies are leaves, and gradients that are views move into
+    their buckets as they come. With ``sharding``, FSDP2 gathers and
     reduces unit by unit.
     """
     fake = private_dispatch_api.FakeTensorMode(allow_non_fake_inputs=True)
@@ -250,8 +252,8 @@ def simulate_step(
             units = ShardedUnits(
                 model.module, sharding, precision, policy, live, on_gloo=device_type == "cpu", accumulates=accumulates
             )
-        for one in made:
-            units.use_shards(one)
+        for found in made:
+            units.use_shards(found)
     optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
     run = step if step is not None else _default_step(module)
     has_padding = _has_padding(batch)  # reads numbers, which fails in a fake tensor mode
@@ -275,8 +277,8 @@ def simulate_step(
             learning,
             live,
             in_fp32=model.fp32_gradients,
-            are_lent=precision.master_bytes > 0 and not in_ddp and units is None,
-            are_added=accumulates and units is None,
+            are_lent=precision.master_bytes > 0 and ddp_gradients is None and units is None,
+            are_added=(accumulates or ddp_gradients == "views") and units is None,
         )
         if units is None:
             _forward_and_backward(model, inputs, run, live, gradients, has_padding=has_padding)

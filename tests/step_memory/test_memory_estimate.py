@@ -198,12 +198,9 @@ def test_the_peak_of_other_setups_is_that_of_the_allocator(cell):
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "ddp, views", "fsdp2"])
 def test_the_peak_on_two_ranks_is_that_of_the_allocator(strategy):
-    """Under FSDP2 it depends on how far ahead a rank is: an upper bound."""
     cells = [("decoder", "bf16-mixed", "fused AdamW", strategy, window) for window in (1, 4)]
     for cell, measured in zip(cells, measure_peaks(cells), strict=True):
-        error = estimate_peak(cell) / measured - 1
-        assert error >= -0.01, cell
-        assert error <= 0.05 or strategy == "fsdp2", cell
+        assert -0.01 <= estimate_peak(cell) / measured - 1 <= 0.05, cell
 
 
 def test_attention_with_dropout_and_the_loss_of_16_bit_logits_are_those_of_cuda():

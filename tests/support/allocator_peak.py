@@ -18,16 +18,12 @@ _THREAD_SECONDS = 0.01
 
 
 class MarkStep(pl.Callback):
-    """Marks the beginning of one optimizer step, counted from 0, in the trace.
-
-    Ranks begin micro-batches together: on a CPU one that is ahead also holds what it is to reduce of the last one.
-    """
+    """Marks the beginning of one optimizer step, counted from 0, in the trace."""
 
     def __init__(self, step: int, window: int = 1) -> None:
         self.first_batch = step * window
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        trainer.strategy.barrier()
         if batch_idx == self.first_batch:
             mark_step()
 
