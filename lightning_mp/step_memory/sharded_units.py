@@ -78,7 +78,9 @@ class ShardedUnits:
         keeps_whole = accumulates and sharding.sync == "window"
         #: Those to run, and whether each reduces gradients.
         self.micro_batches = (False, True) if keeps_whole else (True,)
-        self._accumulates, self._reduces = accumulates, True
+        #: Whether earlier micro-batches have left gradients on the shards.
+        self.accumulates = accumulates and not keeps_whole
+        self._reduces = True
         self._precision = precision
         self._units = list(_units_of(module, sharding.units, precision, policy))
         self._root = self._units[-1]
@@ -231,7 +233,7 @@ class ShardedUnits:
             shard = self.shards[id(parameter)]
             if shard.grad is None:
                 self._give_gradient(shard, reduced[start : start + shard.numel()].view(shard.shape))
-                self._live.add(None if self._accumulates else "gradients", [reduced])
+                self._live.add(None if self.accumulates else "gradients", [reduced])
             start += shard.numel()
         self._live.sample()
 

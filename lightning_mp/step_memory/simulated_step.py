@@ -296,8 +296,10 @@ def simulate_step(
         one.step()  # the first one makes the states
         live.add("optimizer states", one.states)
     states = live.bytes_by_part.get("optimizer states", 0)
-    if accumulates:
+    if accumulates if units is None else units.accumulates:
         in_forward, in_backward = earlier, earlier
+    elif accumulates:  # whole gradients are counted, and shards have none yet
+        in_forward, in_backward = 0, 0
     else:
         in_forward, in_backward = 0 if _frees_gradients(module, precision) else earlier, 0
     before = [
