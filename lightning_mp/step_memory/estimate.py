@@ -191,9 +191,7 @@ def estimate_memory(
     chosen = _policy(policy, precision, row)
     # Earlier micro-batches of a window reduce nothing: their gradients are no views.
     views = gradient_as_bucket_view and window == 1
-    ddp: DDPGradients | None = None
-    if strategy == "ddp":
-        ddp = "views" if views else "copied to buckets"
+    ddp: DDPGradients = "views" if views else "copied to buckets"
     samples = simulate_step(
         module,
         batch,
@@ -203,7 +201,7 @@ def estimate_memory(
         policy=chosen,
         device_type=device_type,
         accumulates=window > 1,
-        ddp_gradients=ddp,
+        ddp_gradients=ddp if strategy == "ddp" else None,
         sharding=sharding,
     )
     if strategy == "ddp":

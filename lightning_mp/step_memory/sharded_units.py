@@ -5,7 +5,7 @@ shards.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal, get_args
@@ -76,8 +76,7 @@ class ShardedUnits:
     ) -> None:
         self._ranks, self._live, self._on_gloo = sharding.ranks, live, on_gloo
         keeps_whole = accumulates and sharding.sync == "window"
-        #: Those to run, and whether each reduces gradients.
-        self.micro_batches = (False, True) if keeps_whole else (True,)
+        self._micro_batches = (False, True) if keeps_whole else (True,)  # those to run, and whether each reduces
         #: Whether earlier micro-batches have left gradients on the shards.
         self.accumulates = accumulates and not keeps_whole
         self._reduces = True
@@ -237,8 +236,12 @@ class ShardedUnits:
             start += shard.numel()
         self._live.sample()
 
+    def micro_batches(self) -> Iterator[AbstractContextManager[None]]:
+        """What to enter around each forward and backward."""
+        return map(self._reducing, self._micro_batches)
+
     @contextmanager
-    def reducing(self, reduces: bool) -> Iterator[None]:
+    def _reducing(self, reduces: bool) -> Iterator[None]:
         """Around forward and backward of a micro-batch; at its end units are reduced whose inputs need no gradient."""
         self._reduces = reduces
         yield

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -235,34 +235,73 @@ def simulate_step(
     plugins of this package free them before it. Where the step ``accumulates``, the gradients of earlier micro-batches
     live through both, and each new one comes on top until it is added: at once, or, where it is that of a copy that a
     parameter was lent, when backward has ended. Under DDP copies are leaves, and gradients that are views move into
-    their buckets as they come. With ``sharding``, FSDP2 gathers and
-    reduces unit by unit.
+    their buckets as they come. With ``sharding``, FSDP2 gathers and reduces unit by unit.
     """
     fake = private_dispatch_api.FakeTensorMode(allow_non_fake_inputs=True)
+    live = LiveStorages(cpu_workspace_bytes if device_type == "cpu" else None)
+    units = None
     with fake:
         model = StandInModel(module, precision, policy=policy, device_type=device_type, sharding=sharding)
         inputs = batch_with(batch, model.cast_input)
         if prepare is not None:
             prepare(model.module)
-    live = LiveStorages(cpu_workspace_bytes if device_type == "cpu" else None)
-    made = make_optimizers(model.module, optimizer)
-    units = None
-    if sharding is not None:
-        with fake:
-            units = ShardedUnits(
-                model.module, sharding, precision, policy, live, on_gloo=device_type == "cpu", accumulates=accumulates
-            )
-        for found in made:
-            units.use_shards(found)
-    optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
+        if sharding is not None:
+            run_by = {"on_gloo": device_type == "cpu", "accumulates": accumulates}
+            units = ShardedUnits(model.module, sharding, precision, policy, live, **run_by)
+    optimizers = _stand_in_optimizers(model.module, optimizer, units, precision, device_type)
     run = step if step is not None else _default_step(module)
     has_padding = _has_padding(batch)  # reads numbers, which fails in a fake tensor mode
-    live.add(None if units is not None else "weights", model.module.parameters())
-    live.add("buffers", model.module.buffers(), unless=("weights",))
+    _count_what_is_kept(model.module, inputs, optimizers, live, is_sharded=units is not None)
+    learning = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    gradients = partial(
+        _counted_gradients,
+        learning,
+        live,
+        in_fp32=model.fp32_gradients,
+        are_lent=precision.master_bytes > 0 and ddp_gradients is None and units is None,
+        are_added=(accumulates or ddp_gradients == "views") and units is None,
+    )
+    with _on_fake_tensors(fake, live, device_type):
+        for around in (nullcontext(),) if units is None else units.micro_batches():
+            with around:
+                of_units = run if units is None else partial(units.run, run)
+                _forward_and_backward(model, inputs, of_units, live, gradients, has_padding=has_padding)
+    states, summed = _make_states(optimizers, learning if units is None else units.shards.values(), live)
+    if accumulates:  # where they are counted whole, shards have none yet
+        in_forward = in_backward = summed if units is None or units.accumulates else 0
+    else:
+        in_forward, in_backward = 0 if _frees_gradients(module, precision) else summed, 0
+    before = _in_a_later_step(live.samples, {"forward": in_forward, "backward": in_backward}, states)
+    return before + _optimizer_steps(optimizers, live)
+
+
+def _stand_in_optimizers(
+    module: nn.Module,
+    optimizer: str | OptimizerFactory | None,
+    units: ShardedUnits | None,
+    precision: PrecisionSpec,
+    device_type: str,
+) -> list[StandInOptimizer]:
+    made = make_optimizers(module, optimizer)
+    if units is not None:
+        for one in made:
+            units.use_shards(one)
+    return [StandInOptimizer(one, precision, device_type) for one in made]
+
+
+def _count_what_is_kept(
+    module: nn.Module, inputs: Any, optimizers: Sequence[StandInOptimizer], live: LiveStorages, *, is_sharded: bool
+) -> None:
+    """Counts what is there before the step."""
+    live.add(None if is_sharded else "weights", module.parameters())
+    live.add("buffers", module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
-    padding = [tensor for one in optimizers for tensor in one.padding]  # alive until the end
-    live.add("weights", padding)
+    live.add("weights", [tensor for one in optimizers for tensor in one.padding])
+
+
+@contextmanager
+def _on_fake_tensors(fake: Any, live: LiveStorages, device_type: str) -> Iterator[None]:
     with (
         torch.random.fork_rng(enabled=True),
         _without_one_dnn(),
@@ -271,42 +310,19 @@ def simulate_step(
         GroupedProducts(),
         CudaKernels() if device_type == "cuda" else nullcontext(),
     ):
-        learning = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        gradients = partial(
-            _counted_gradients,
-            learning,
-            live,
-            in_fp32=model.fp32_gradients,
-            are_lent=precision.master_bytes > 0 and ddp_gradients is None and units is None,
-            are_added=(accumulates or ddp_gradients == "views") and units is None,
-        )
-        if units is None:
-            _forward_and_backward(model, inputs, run, live, gradients, has_padding=has_padding)
-        else:
-            for reduces in units.micro_batches:
-                with units.reducing(reduces):
-                    _forward_and_backward(
-                        model, inputs, partial(units.run, run), live, gradients, has_padding=has_padding
-                    )
-    trained = learning if units is None else units.shards.values()
+        yield
+
+
+def _make_states(
+    optimizers: Sequence[StandInOptimizer], trained: Iterable[Tensor], live: LiveStorages
+) -> tuple[int, int]:
+    """Makes the first step of each optimizer; returns the bytes of their states, and of the gradients."""
     summed = [parameter.grad for parameter in trained if parameter.grad is not None]
-    earlier = sum(gradient.nbytes for gradient in summed)
     live.add("gradients", summed)
     for one in optimizers:
-        one.step()  # the first one makes the states
+        one.step()
         live.add("optimizer states", one.states)
-    states = live.bytes_by_part.get("optimizer states", 0)
-    if accumulates if units is None else units.accumulates:
-        in_forward, in_backward = earlier, earlier
-    elif accumulates:  # whole gradients are counted, and shards have none yet
-        in_forward, in_backward = 0, 0
-    else:
-        in_forward, in_backward = 0 if _frees_gradients(module, precision) else earlier, 0
-    before = [
-        _with_earlier(sample, in_forward if sample.phase == "forward" else in_backward, states)
-        for sample in live.samples
-    ]
-    return before + _optimizer_steps(optimizers, live)
+    return live.bytes_by_part.get("optimizer states", 0), sum(gradient.nbytes for gradient in summed)
 
 
 def _optimizer_steps(optimizers: Sequence[StandInOptimizer], live: LiveStorages) -> list[MemorySample]:
@@ -325,11 +341,14 @@ def _frees_gradients(module: nn.Module, precision: PrecisionSpec) -> bool:
     return precision.frees_gradients and not (is_lightning_module and module_needs_old_gradients(module))  # type: ignore[arg-type]
 
 
-def _with_earlier(sample: MemorySample, gradients: int, states: int) -> MemorySample:
-    """A moment of the first step as it is in a later one: with states, and with gradients that are there already."""
-    parts = {**sample.bytes_by_part, "optimizer states": states}
-    parts["gradients"] = parts.get("gradients", 0) + gradients
-    return MemorySample(sample.phase, {part: parts[part] for part in PARTS if parts.get(part)})
+def _in_a_later_step(samples: Iterable[MemorySample], gradients: Mapping[str, int], states: int) -> list[MemorySample]:
+    """Moments of the first step as they are in a later one: with states, and gradients that are there already."""
+    found = []
+    for sample in samples:
+        parts = {**sample.bytes_by_part, "optimizer states": states}
+        parts["gradients"] = parts.get("gradients", 0) + gradients[sample.phase]
+        found.append(MemorySample(sample.phase, {part: parts[part] for part in PARTS if parts.get(part)}))
+    return found
 
 
 def _has_padding(batch: Any) -> bool:
