@@ -41,12 +41,12 @@ from lightning_mp.core.precisions import low_dtype
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import gloo_group, named_mesh
-from lightning_mp.distributed.sharding_rules import Shard, read_resharding, read_shard, unit_names
 from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.ranks_alike import RankConsistencyCheck
 from lightning_mp.modules.names import named_modules
 from lightning_mp.optimizers.low_bit_states import refuse_whole_checkpoints
+from lightning_mp.policy.unit_selection import Shard, read_resharding, read_shard, unit_names
 from lightning_mp.resume.resumable_progress import ResumableProgress
 from lightning_mp.strategies.fsdp2_model import gather_in_steps, shard_model
 from lightning_mp.strategies.refused import (

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from lightning_mp.core import private_sharding_api
 from lightning_mp.core.messages import listed
@@ -18,11 +18,10 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.precisions import low_dtype
 from lightning_mp.distributed.materialize import materialise, not_initialisable
 from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units_of_one_dtype
-from lightning_mp.distributed.sharding_rules import refuse_half_tied_units
 from lightning_mp.modules.forward_wrapper import class_forward
 from lightning_mp.modules.names import is_inside, named_modules
-from lightning_mp.policy.gathered_dtypes import gathered_dtypes, gathered_of_masters
-from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
+from lightning_mp.policy.sharding_units import ShardingUnit, units_in_dtypes
+from lightning_mp.policy.unit_selection import refuse_half_tied_units
 from lightning_mp.tensor_parallel.apply import TensorParallelSplit
 
 #: Methods of a LightningModule that begin with a forward.
@@ -77,17 +76,12 @@ def shard_model(
 def units_for(module: "pl.LightningModule", names: Sequence[str], plugin: Precision) -> list[ShardingUnit]:
     """The units with the dtypes that a precision plugin sets, inner ones first."""
     precision = str(plugin.precision)
-    policy = getattr(plugin, "policy", None)
-    low = low_dtype(precision)
+    low, has_masters = low_dtype(precision), hasattr(plugin, "storage")
     if getattr(plugin, "eval_precision", precision) != precision:
         low = None  # what is gathered in 16 bit could not be evaluated in fp32
-    if low is not None and precision.endswith("-mixed"):
-        return sharding_units(gathered_dtypes(module, policy, low), names, low)
-    if low is not None and hasattr(plugin, "storage"):  # fp32 shards are the masters
-        return sharding_units(gathered_of_masters(module, policy, low), names, low)
-    in_own_dtype = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    inner_first = sorted(names, key=lambda name: -(name.count(".") + 1 if name else 0))
-    return [ShardingUnit((name,), in_own_dtype) for name in inner_first]
+    if not (has_masters or precision.endswith("-mixed")):
+        low = None
+    return units_in_dtypes(module, names, getattr(plugin, "policy", None), low, has_masters=has_masters)
 
 
 def gather_in_steps(module: nn.Module, patches: Patches) -> None:

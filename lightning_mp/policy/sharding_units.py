@@ -9,6 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_mp.core import private_sharding_api
 from lightning_mp.modules.names import is_inside, named_modules
+from lightning_mp.policy.gathered_dtypes import gathered_dtypes, gathered_of_masters
+from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.resolved import PolicyModule, ResolvedPolicy
 from lightning_mp.policy.rules import LOW, Dtype
 
@@ -21,6 +23,24 @@ class ShardingUnit(NamedTuple):
 
     modules: tuple[str, ...]
     mixed_precision: "MixedPrecisionPolicy"
+
+
+def units_in_dtypes(
+    model: nn.Module,
+    names: Sequence[str],
+    policy: PrecisionPolicy | None,
+    low: torch.dtype | None,
+    *,
+    has_masters: bool = False,
+) -> list[ShardingUnit]:
+    """The units of a model that trains under autocast in ``low``, or with masters; inner ones first.
+
+    Without ``low`` each unit gathers the dtype that its parameters have.
+    """
+    if low is not None:
+        gathered = gathered_of_masters if has_masters else gathered_dtypes
+        return sharding_units(gathered(model, policy, low), names, low)
+    return [ShardingUnit((name,), _mixed_precision(torch.float32)) for name in sorted(names, key=lambda n: -_depth(n))]
 
 
 def sharding_units(policy: ResolvedPolicy, units: Sequence[str], low: torch.dtype) -> list[ShardingUnit]:

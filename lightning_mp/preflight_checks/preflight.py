@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_sharding_api, private_trainer_api
@@ -37,9 +36,11 @@ from lightning_mp.preflight_checks.trainer_facts import (
     weights_of,
 )
 from lightning_mp.preflight_checks.watched_step import StandInTrainer, WatchedStep
-from lightning_mp.step_memory.estimate import over_a_window, reserved_range, under_ddp, under_fsdp2
+from lightning_mp.step_memory.estimate import reserved_range, under_ddp
 from lightning_mp.step_memory.kernels import CUDA_WORKSPACE_BYTES
 from lightning_mp.step_memory.live_storages import MemorySample
+from lightning_mp.step_memory.sharded_units import Sharding
+from lightning_mp.step_memory.simulated_step import DDPGradients
 
 
 class TrainerInspection:
@@ -128,7 +129,9 @@ class TrainerInspection:
             storage_of(self._trainer),
             getattr(plugin, "policy", None),
             self._device.accelerator,
-            is_sharded=isinstance(self._trainer.strategy, FSDPStrategy | ModelParallelStrategy),
+            accumulates=max(windows, default=1) > 1,
+            ddp_gradients=self._ddp_gradients(is_window=max(windows, default=1) > 1),
+            sharding=self._sharding(),
         )
         self._attempt("training step", lambda: self._try_step(step))
         self._dtype_error = self._dtype_error or watched.mixed_dtypes
@@ -182,24 +185,33 @@ class TrainerInspection:
             if not self._module.automatic_optimization:
                 self._cannot("memory", "the module makes its backwards itself (manual optimization).")
             return None
-        is_window = max(run.window_lengths, default=1) > 1
-        samples = over_a_window(watched.samples) if is_window else watched.samples
-        live = max(sample.total_bytes for sample in self._of_strategy(samples, watched.copy, is_window=is_window))
+        samples = self._of_strategy(watched.samples, is_window=max(run.window_lengths, default=1) > 1)
+        live = max(sample.total_bytes for sample in samples)
         live += CUDA_WORKSPACE_BYTES if self._device.accelerator == "cuda" else 0
         return FoundMemory(live_bytes=live, reserved_bytes=reserved_range(live)[1], available_bytes=available)
 
-    def _of_strategy(self, samples: list[MemorySample], copy: nn.Module, *, is_window: bool) -> list[MemorySample]:
+    def _ddp_gradients(self, *, is_window: bool) -> DDPGradients | None:
         strategy = self._trainer.strategy
+        if not isinstance(strategy, DDPStrategy):
+            return None
+        views = bool(private_trainer_api.ddp_arguments(strategy).get("gradient_as_bucket_view"))
+        return "views" if views and not is_window else "copied to buckets"
+
+    def _sharding(self) -> Sharding | None:
+        strategy, ranks = self._trainer.strategy, data_ranks_of(self._trainer)
+        is_sharded = isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
+        return Sharding(ranks=ranks) if is_sharded else None
+
+    def _of_strategy(self, samples: list[MemorySample], *, is_window: bool) -> list[MemorySample]:
+        strategy = self._trainer.strategy
+        if isinstance(strategy, FSDPStrategy):
+            return samples
+        if isinstance(strategy, ModelParallelStrategy) and data_ranks_of(self._trainer) == self._trainer.world_size:
+            return samples
         if isinstance(strategy, SingleDeviceStrategy):
             return samples
         if isinstance(strategy, DDPStrategy):
-            views = bool(private_trainer_api.ddp_arguments(strategy).get("gradient_as_bucket_view"))
-            return under_ddp(samples, gradients_are_views=views and not is_window)
-        ranks = data_ranks_of(self._trainer)
-        if isinstance(strategy, FSDPStrategy):
-            return under_fsdp2(samples, copy, ranks, storage_of(self._trainer), None)
-        if isinstance(strategy, ModelParallelStrategy) and ranks == self._trainer.world_size:
-            return under_fsdp2(samples, copy, ranks, storage_of(self._trainer), None)
+            return under_ddp(samples, gradients_are_views=self._ddp_gradients(is_window=is_window) == "views")
         raise ValueError(f"memory under {type(strategy).__name__} is not known. Use estimate_memory().")
 
     def _checkpoint(self, watched: WatchedStep | None, path: str | Path | None) -> FoundCheckpoint | None:

@@ -29,7 +29,8 @@ from lightning_mp.policy.fails_in_16_bit import RefusedIn16Bit, WatchFor16Bit
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.preflight_checks.found import FoundStep
 from lightning_mp.step_memory.live_storages import MemorySample
-from lightning_mp.step_memory.simulated_step import simulate_step
+from lightning_mp.step_memory.sharded_units import Sharding
+from lightning_mp.step_memory.simulated_step import DDPGradients, simulate_step
 from lightning_mp.step_memory.stand_in_optimizer import optimizers_in
 
 
@@ -214,7 +215,9 @@ class WatchedStep:
         policy: PrecisionPolicy | None,
         device_type: str,
         *,
-        is_sharded: bool = False,
+        accumulates: bool = False,
+        ddp_gradients: DDPGradients | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         """Runs it once."""
         self._watch_for_16_bit = WatchFor16Bit(device_type, lambda: self.copy)
@@ -234,7 +237,9 @@ class WatchedStep:
                     precision=precision,
                     policy=policy,
                     device_type=device_type,
-                    is_sharded=is_sharded,
+                    accumulates=accumulates,
+                    ddp_gradients=ddp_gradients,
+                    sharding=sharding,
                     prepare=self._prepare,
                 )
             except ValueError as error:

@@ -1,8 +1,7 @@
 """How much memory a training step takes, by part, measured on the user's own module without running it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -18,17 +17,15 @@ from lightning_mp.core.pictures import check_picture_ending
 from lightning_mp.core.precisions import PrecisionLike, PrecisionSpec, find_precision
 from lightning_mp.core.quantities import format_bytes
 from lightning_mp.core.text_columns import aligned
-from lightning_mp.modules.names import named_modules
-from lightning_mp.policy.gathered_dtypes import gathered_low
-from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
 from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.policy.unit_selection import Shard
 from lightning_mp.step_memory.kernels import CUDA_WORKSPACE_BYTES
 from lightning_mp.step_memory.live_storages import PARTS, MemorySample, Part
-from lightning_mp.step_memory.simulated_step import StepFunction, simulate_step
+from lightning_mp.step_memory.sharded_units import SYNCS, GradientSync, Sharding
+from lightning_mp.step_memory.simulated_step import DDPGradients, StepFunction, simulate_step
 from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory
 
 MemoryStrategy = Literal["single", "ddp", "fsdp2"]
-GradientSync = Literal["window", "micro_batch"]
 # Rajbhandari et al. 2020, arXiv:1910.02054, section 3.2: in extreme cases out of memory with over 30% of it free.
 _WORST_FRAGMENTATION = 0.3
 _CONTEXT_BYTES = 1024**3  # CUDA context, cuBLAS and NCCL workspaces: an allowance, not measured
@@ -118,7 +115,7 @@ def estimate_memory(
     policy: PrecisionPolicy | Mapping[str, str] | None = None,
     strategy: MemoryStrategy = "single",
     ranks: int = 1,
-    units: ModulePattern | Sequence[ModulePattern] | None = None,
+    units: Shard | None = None,
     gradient_as_bucket_view: bool = False,
     accumulate_grad_batches: int | None = None,
     sync: GradientSync = "micro_batch",
@@ -186,9 +183,15 @@ def estimate_memory(
     if batch is None or isinstance(batch, DataLoader):
         raise ValueError(f"`batch` must be one batch, got {type(batch).__name__}. Pass next(iter(loader)).")
     window = _window(module, accumulate_grad_batches)
-    if sync not in get_args(GradientSync):
-        raise ValueError(f"`sync` {sync!r} is not known. Use one of {', '.join(get_args(GradientSync))}.")
+    if sync not in SYNCS:
+        raise ValueError(f"`sync` {sync!r} is not known. Use one of {', '.join(SYNCS)}.")
+    sharding = None
+    if strategy == "fsdp2":
+        sharding = Sharding(ranks=ranks, units="auto" if units is None else units, sync=sync)
     chosen = _policy(policy, precision, row)
+    # Earlier micro-batches of a window reduce nothing: their gradients are no views.
+    views = gradient_as_bucket_view and window == 1
+    ddp: DDPGradients = "views" if views else "copied to buckets"
     samples = simulate_step(
         module,
         batch,
@@ -197,18 +200,12 @@ def estimate_memory(
         precision=row,
         policy=chosen,
         device_type=device_type,
-        is_sharded=strategy == "fsdp2",
+        accumulates=window > 1,
+        ddp_gradients=ddp if strategy == "ddp" else None,
+        sharding=sharding,
     )
-    if window > 1:
-        samples = over_a_window(samples)
     if strategy == "ddp":
-        # Earlier micro-batches of a window reduce nothing: their gradients are no views.
-        samples = under_ddp(samples, gradients_are_views=gradient_as_bucket_view and window == 1)
-    elif strategy == "fsdp2":
-        whole = window > 1 and sync == "window"
-        samples = under_fsdp2(
-            samples, module, ranks, row, units, policy=chosen, whole_gradients=whole, device_type=device_type
-        )
+        samples = under_ddp(samples, gradients_are_views=views)
     if device_type == "cuda":
         samples = [_with(sample, {"workspaces": CUDA_WORKSPACE_BYTES}) for sample in samples]
     return MemoryEstimate(
@@ -282,144 +279,19 @@ def draw_timeline(estimate: MemoryEstimate, path: Path) -> None:
     figure.savefig(path)
 
 
-_FP32_BYTES = 4
-_REDUCED_BYTES = 4  # FSDP2 reduces gradients in fp32 with every plugin of this package
-_SHARDED: frozenset[Part] = frozenset({"weights", "masters", "optimizer states", "gradients"})
-_UNITS_AT_ONCE = 2  # the unit that runs and the next one, which is gathered meanwhile
-
-
-def over_a_window(samples: Sequence[MemorySample]) -> list[MemorySample]:
-    """The gradients of earlier micro-batches live through forward and backward; each new one comes on top of them."""
-    whole = max((sample.bytes_by_part.get("gradients", 0) for sample in samples), default=0)
-    return [_with(sample, {"gradients": whole}) for sample in samples]
-
-
 def under_ddp(samples: Sequence[MemorySample], *, gradients_are_views: bool = False) -> list[MemorySample]:
     """Every rank holds everything; gradients are there a second time, in the buckets that are reduced.
 
-    As views of the buckets, gradients are there once, and always: they are cleared, but not freed. Until a backward
-    has ended, those that it makes come on top of the buckets.
+    As views of the buckets, gradients are there once, and always: they are cleared, but not freed. In backward one at a
+    time comes on top, until it is copied.
 
     Source:
         Li et al. 2020, arXiv:2006.15704, section 3.2; torch's DistributedDataParallel makes the buckets when it wraps
         the model.
     """
-    buckets: dict[Part, int] = {
-        "communication buffers": max((s.bytes_by_part.get("gradients", 0) for s in samples), default=0)
-    }
+    buckets: dict[Part, int] = {"communication buffers": samples[-1].bytes_by_part.get("gradients", 0)}
     are_in_buckets: dict[Part, int] = {"gradients": 0} if gradients_are_views else {}
     return [_with(sample, buckets if sample.phase == "backward" else buckets | are_in_buckets) for sample in samples]
-
-
-def under_fsdp2(
-    samples: Sequence[MemorySample],
-    module: nn.Module,
-    ranks: int,
-    precision: PrecisionSpec,
-    units: ModulePattern | Sequence[ModulePattern] | None = None,
-    *,
-    policy: PrecisionPolicy | None = None,
-    whole_gradients: bool = False,
-    device_type: str = "cuda",
-) -> list[MemorySample]:
-    """Weights, gradients, masters and optimizer states are sharded; weights are gathered unit by unit.
-
-    A rank holds the first ``ceil(n / ranks)`` rows of each parameter. What is in no unit is gathered for the whole
-    forward and backward; of the units two are, because the next one is gathered while one runs. Weights of matrix
-    products are gathered in the format of computing, so they are cast nowhere else. In backward come the gradients of
-    one whole unit, and their fp32 copies that are reduced. With ``whole_gradients`` those of earlier micro-batches are
-    held whole, in fp32, until the window closes. On a CPU a rank that is ahead holds what it has gathered and is to
-    reduce until the others are there: at most the gradients of all units.
-
-    Source:
-        Rajbhandari et al. 2020, arXiv:1910.02054 (stage 3); Zhao et al. 2023, arXiv:2304.11277.
-    """
-    low = gathered_low(module, policy, precision.compute_dtype) if precision.autocast else ()
-    found = _units(module, units, {id(parameter) for parameter in low})
-    whole = sum(unit.elements for unit in found)
-    share = sum(unit.shard_elements(ranks) for unit in found) / whole if whole else 1.0
-    root, *inner = found
-    sizes = [unit.gathered_bytes(precision) for unit in inner]
-    most = max((sum(sizes[i : i + _UNITS_AT_ONCE]) for i in range(len(sizes))), default=0)
-    gathered = root.gathered_bytes(precision) + most
-    largest = max(inner or [root], key=lambda unit: unit.elements)
-    reduced = (precision.activation_bytes + _REDUCED_BYTES) * largest.learning
-    held = _REDUCED_BYTES * sum(unit.learning for unit in found) if whole_gradients else 0
-    if device_type == "cpu":
-        held += max(unit.gathered_bytes(precision) for unit in found)
-        reduced += _REDUCED_BYTES * sum(unit.learning for unit in found)
-    result = []
-    for sample in samples:
-        of_shards = _of_shards(sample, precision)
-        sharded = {part: ceil(size * share) if part in _SHARDED else size for part, size in of_shards.items()}
-        if sample.phase == "optimizer step":
-            sharded["temporaries"] = ceil(sharded.get("temporaries", 0) * share)
-            extra: Mapping[Part, int] = {}
-        else:
-            buffers = reduced if sample.phase == "backward" else 0
-            extra = {"gathered weights": gathered, "communication buffers": buffers + held}
-        result.append(_with(MemorySample(sample.phase, sharded), extra))
-    return result
-
-
-def _of_shards(sample: MemorySample, precision: PrecisionSpec) -> dict[Part, int]:
-    """Of masters FSDP2 holds fp32 shards, or their copies and rests, and fp32 gradients; it gathers 16-bit copies."""
-    parts = dict(sample.bytes_by_part)
-    masters, gradients = parts.get("masters", 0), parts.get("gradients", 0)
-    copies = masters // 2 if precision.master_bytes == _FP32_BYTES else 0
-    return parts | {
-        "weights": max(0, parts.get("weights", 0) - copies),
-        "gradients": 2 * gradients if masters else gradients,
-    }
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """What FSDP2 gathers together: shape, whether it learns, and whether it is of a matrix product."""
-
-    parameters: tuple[tuple[tuple[int, ...], bool, bool], ...]
-
-    @property
-    def elements(self) -> int:
-        return sum(prod(shape) for shape, _, _ in self.parameters)
-
-    @property
-    def learning(self) -> int:
-        return sum(prod(shape) for shape, learns, _ in self.parameters if learns)
-
-    def shard_elements(self, ranks: int) -> int:
-        return sum(ceil(shape[0] / ranks) * prod(shape[1:]) if shape else 1 for shape, _, _ in self.parameters)
-
-    def gathered_bytes(self, precision: PrecisionSpec) -> int:
-        low = precision.activation_bytes
-        return sum(
-            prod(shape) * (low if in_product or not precision.autocast else precision.weight_bytes)
-            for shape, _, in_product in self.parameters
-        )
-
-
-def _units(
-    module: nn.Module, units: ModulePattern | Sequence[ModulePattern] | None, products: Collection[int]
-) -> list[_Unit]:
-    """The root unit, which holds what is in no other, and the others in the order of the model."""
-    if units is None:
-        inner = [
-            child
-            for _, part in named_modules(module)
-            if isinstance(part, nn.ModuleList | nn.ModuleDict) and len(part) > 1
-            for child in part.children()
-        ]
-    else:
-        inner = list(select_modules(module, as_patterns(units, "estimate_memory"), "estimate_memory").values())
-    seen: set[int] = set()
-    found = [_unit_of(part, products, seen) for part in inner]
-    return [_unit_of(module, products, seen), *(unit for unit in found if unit.parameters)]
-
-
-def _unit_of(module: nn.Module, products: Collection[int], seen: set[int]) -> _Unit:
-    own = [parameter for parameter in module.parameters() if id(parameter) not in seen]
-    seen.update(id(parameter) for parameter in own)
-    return _Unit(tuple((tuple(p.shape), p.requires_grad, id(p) in products) for p in own))
 
 
 def _with(sample: MemorySample, extra: Mapping[Part, int]) -> MemorySample:

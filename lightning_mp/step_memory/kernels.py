@@ -85,6 +85,7 @@ class _LogSoftmax(torch.autograd.Function):
 # -- oneDNN ------------------------------------------------------------------------------------------------------------
 
 _SCRATCH_BYTES = 16 * 1024
+_BLOCK_CHANNELS = 16  # with AVX-512
 # Of a product in bf16: blocks of its tensors, and a copy of a transposed left side.
 _PADDED_INNER = 64
 _MOST_BLOCKS_BYTES, _MOST_COPIED_BYTES, _ALIGNMENT_BYTES = 129 * 1024, 1280 * 1024, 1024
@@ -105,7 +106,10 @@ def cpu_workspace_bytes(operation: Any, args: Sequence[Any], result: Any) -> int
         inputs, weight, transposed = args[0], args[1], bool(args[6])
         scratch = weight.nbytes + _SCRATCH_BYTES if transposed else 0
         scratch += _SCRATCH_BYTES if weight.dtype == torch.bfloat16 else 0
-        in_its_layout: int = max(inputs.nbytes + weight.nbytes + scratch, (2 if transposed else 1) * result.nbytes)
+        filled_up = _in_blocks_bytes(result) - result.nbytes
+        in_its_layout: int = max(
+            inputs.nbytes + weight.nbytes + scratch + filled_up, (2 if transposed else 1) * result.nbytes
+        )
         return in_its_layout
     if name == "convolution_backward":
         return _of_convolution_backward(
@@ -118,6 +122,12 @@ def cpu_workspace_bytes(operation: Any, args: Sequence[Any], result: Any) -> int
         blocks = 2 * (rows * inner + inner * columns + rows * columns) + _ALIGNMENT_BYTES
         return int(min(blocks, _MOST_BLOCKS_BYTES) + copied)
     return 0
+
+
+def _in_blocks_bytes(images: Tensor) -> int:
+    """Of a tensor with its channels in blocks, the last of which is filled up."""
+    channels = images.shape[1]
+    return images.nbytes // channels * (-(-channels // _BLOCK_CHANNELS) * _BLOCK_CHANNELS)
 
 
 def _columns_bytes(name: str, args: Sequence[Any], result: Any) -> int:

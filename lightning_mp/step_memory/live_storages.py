@@ -61,7 +61,6 @@ class LiveStorages:
     def __init__(self, workspace_bytes: Callable[[Any, Any, Any], int] | None = None) -> None:
         self._workspace_bytes = workspace_bytes  # of an operation, its arguments and its result
         self._known: dict[int, tuple[int, Part | None]] = {}
-        self._never_cast: set[int] = set()
         self._bytes = Counter[Part]()
         self.phase = "forward"
         self.samples: list[MemorySample] = []
@@ -87,10 +86,6 @@ class LiveStorages:
             self._known[key] = size, part
             self._count(part, size)
 
-    def never_cast(self, tensors: Iterable[Tensor]) -> None:
-        """Says which weights FSDP2 gathers in the format of their product: their casts here do not exist there."""
-        self._never_cast.update(id(tensor.untyped_storage()) for tensor in _with_storage(tensors))
-
     def after_operation(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
         """For ``private_dispatch_api.observe_dispatch``: what an operation has made, and how much is alive now."""
         is_cast = operation.overloadpacket.__name__ == "_to_copy"
@@ -103,10 +98,8 @@ class LiveStorages:
         self.sample()
 
     def _part_of_result(self, cast: Iterable[Tensor]) -> Part | None:
-        weights = [tensor for tensor in _with_storage(cast) if self._part_of(tensor) == "weights"]
-        if any(id(tensor.untyped_storage()) in self._never_cast for tensor in weights):
-            return None
-        return "weight casts" if weights and self.phase == "forward" else "temporaries"
+        of_weights = any(self._part_of(tensor) in ("weights", "gathered weights") for tensor in _with_storage(cast))
+        return "weight casts" if of_weights and self.phase == "forward" else "temporaries"
 
     def sample(self, workspace_bytes: int = 0) -> None:
         """Notes what is alive now, if it is not what was noted last."""

@@ -2,10 +2,10 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from lightning_mp.gradients.old_gradients import module_needs_old_gradients
 from lightning_mp.modules.stand_ins import batch_with, module_with, run_forward, sum_of_outputs
 from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.float8_layers import choose_float8_layers
-from lightning_mp.policy.gathered_dtypes import gathered_low
 from lightning_mp.policy.operations import KNOWN_OPERATIONS, by_autocast, operations_named
 from lightning_mp.policy.policy import PrecisionPolicy
 from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
 from lightning_mp.step_memory.kernels import CudaKernels, cpu_workspace_bytes
 from lightning_mp.step_memory.live_storages import PARTS, LiveStorages, MemorySample, Part
+from lightning_mp.step_memory.sharded_units import ShardedUnits, Sharding, gathered_dtype_of
 from lightning_mp.step_memory.stand_in_optimizer import OptimizerFactory, StandInOptimizer, make_optimizers
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -47,14 +47,22 @@ class StandInModel:
     """
 
     def __init__(
-        self, module: nn.Module, precision: PrecisionSpec, *, policy: PrecisionPolicy | None, device_type: str
+        self,
+        module: nn.Module,
+        precision: PrecisionSpec,
+        *,
+        policy: PrecisionPolicy | None,
+        device_type: str,
+        sharding: Sharding | None = None,
     ) -> None:
         self._precision = precision
-        self.fp32_gradients = precision.fp32_gradients
+        self.fp32_gradients = precision.fp32_gradients and sharding is None  # FSDP2 reduces in fp32
         self._is_autocast = precision.autocast or precision.master_bytes > 0
         if precision.master_bytes > 0:
             policy = with_exact_parametrizations(policy, module)
         kept = _kept_in_float32(module, precision, policy)
+        if sharding is not None and self._is_autocast:
+            kept = gathered_dtype_of(module, sharding.units, precision, policy)
         self.module = module_with(module, lambda tensor: stand_in_for(tensor, kept(tensor)))
         chosen = choose_float8_layers(self.module) if precision.fp8 else []
         fp8 = [layer.module for layer in chosen if layer.skipped_because is None]
@@ -193,10 +201,11 @@ def _without_one_dnn() -> Iterator[None]:
 
 
 StepFunction = Callable[[nn.Module, Any], Any]
-# Casts that do not exist under FSDP2 are of no part.
+DDPGradients = Literal["copied to buckets", "views"]
 _KNOWN: tuple[Part | None, ...] = (
     None,
     "weights",
+    "gathered weights",
     "buffers",
     "batch",
     "weight casts",
@@ -215,34 +224,84 @@ def simulate_step(
     precision: PrecisionSpec,
     policy: PrecisionPolicy | None,
     device_type: str,
-    is_sharded: bool = False,
+    accumulates: bool = False,
+    ddp_gradients: DDPGradients | None = None,
+    sharding: Sharding | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
 ) -> list[MemorySample]:
     """What is alive during the second step of a run, when gradients and optimizer states are there.
 
     Lightning clears gradients between forward and backward, so those of the step before live through the forward; the
-    plugins of this package free them before it. With ``is_sharded``, weights that FSDP2 gathers in the format of their
-    product are cast nowhere.
+    plugins of this package free them before it. Where the step ``accumulates``, the gradients of earlier micro-batches
+    live through both, and each new one comes on top until it is added: at once, or, where it is that of a copy that a
+    parameter was lent, when backward has ended. Under DDP copies are leaves, and gradients that are views move into
+    their buckets as they come. With ``sharding``, FSDP2 gathers and reduces unit by unit.
     """
     fake = private_dispatch_api.FakeTensorMode(allow_non_fake_inputs=True)
+    live = LiveStorages(cpu_workspace_bytes if device_type == "cpu" else None)
+    units = None
     with fake:
-        model = StandInModel(module, precision, policy=policy, device_type=device_type)
+        model = StandInModel(module, precision, policy=policy, device_type=device_type, sharding=sharding)
         inputs = batch_with(batch, model.cast_input)
         if prepare is not None:
             prepare(model.module)
-    made = make_optimizers(model.module, optimizer)
-    optimizers = [StandInOptimizer(one, precision, device_type) for one in made]
+        if sharding is not None:
+            run_by = {"on_gloo": device_type == "cpu", "accumulates": accumulates}
+            units = ShardedUnits(model.module, sharding, precision, policy, live, **run_by)
+    optimizers = _stand_in_optimizers(model.module, optimizer, units, precision, device_type)
     run = step if step is not None else _default_step(module)
     has_padding = _has_padding(batch)  # reads numbers, which fails in a fake tensor mode
-    live = LiveStorages(cpu_workspace_bytes if device_type == "cpu" else None)
-    live.add("weights", model.module.parameters())
-    if is_sharded and precision.autocast:
-        live.never_cast(gathered_low(model.module, policy, precision.compute_dtype))
-    live.add("buffers", model.module.buffers(), unless=("weights",))
+    _count_what_is_kept(model.module, inputs, optimizers, live, is_sharded=units is not None)
+    learning = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    gradients = partial(
+        _counted_gradients,
+        learning,
+        live,
+        in_fp32=model.fp32_gradients,
+        are_lent=precision.master_bytes > 0 and ddp_gradients is None and units is None,
+        are_added=(accumulates or ddp_gradients == "views") and units is None,
+    )
+    with _on_fake_tensors(fake, live, device_type):
+        for around in (nullcontext(),) if units is None else units.micro_batches():
+            with around:
+                of_units = run if units is None else partial(units.run, run)
+                _forward_and_backward(model, inputs, of_units, live, gradients, has_padding=has_padding)
+    states, summed = _make_states(optimizers, learning if units is None else units.shards.values(), live)
+    if accumulates:  # where they are counted whole, shards have none yet
+        in_forward = in_backward = summed if units is None or units.accumulates else 0
+    else:
+        in_forward, in_backward = 0 if _frees_gradients(module, precision) else summed, 0
+    before = _in_a_later_step(live.samples, {"forward": in_forward, "backward": in_backward}, states)
+    return before + _optimizer_steps(optimizers, live)
+
+
+def _stand_in_optimizers(
+    module: nn.Module,
+    optimizer: str | OptimizerFactory | None,
+    units: ShardedUnits | None,
+    precision: PrecisionSpec,
+    device_type: str,
+) -> list[StandInOptimizer]:
+    made = make_optimizers(module, optimizer)
+    if units is not None:
+        for one in made:
+            units.use_shards(one)
+    return [StandInOptimizer(one, precision, device_type) for one in made]
+
+
+def _count_what_is_kept(
+    module: nn.Module, inputs: Any, optimizers: Sequence[StandInOptimizer], live: LiveStorages, *, is_sharded: bool
+) -> None:
+    """Counts what is there before the step."""
+    live.add(None if is_sharded else "weights", module.parameters())
+    live.add("buffers", module.buffers(), unless=("weights",))
     live.add("batch", tensors_in(inputs))
     live.add("masters", [master for one in optimizers for master in one.masters])
-    padding = [tensor for one in optimizers for tensor in one.padding]  # alive until the end
-    live.add("weights", padding)
+    live.add("weights", [tensor for one in optimizers for tensor in one.padding])
+
+
+@contextmanager
+def _on_fake_tensors(fake: Any, live: LiveStorages, device_type: str) -> Iterator[None]:
     with (
         torch.random.fork_rng(enabled=True),
         _without_one_dnn(),
@@ -251,15 +310,19 @@ def simulate_step(
         GroupedProducts(),
         CudaKernels() if device_type == "cuda" else nullcontext(),
     ):
-        _forward_and_backward(model, inputs, run, live, has_padding=has_padding)
-    gradients = live.bytes_by_part.get("gradients", 0)
+        yield
+
+
+def _make_states(
+    optimizers: Sequence[StandInOptimizer], trained: Iterable[Tensor], live: LiveStorages
+) -> tuple[int, int]:
+    """Makes the first step of each optimizer; returns the bytes of their states, and of the gradients."""
+    summed = [parameter.grad for parameter in trained if parameter.grad is not None]
+    live.add("gradients", summed)
     for one in optimizers:
-        one.step()  # the first one makes the states
+        one.step()
         live.add("optimizer states", one.states)
-    states = live.bytes_by_part.get("optimizer states", 0)
-    old_gradients = 0 if _frees_gradients(module, precision) else gradients
-    before = [_second_step(sample, old_gradients, states) for sample in live.samples]
-    return before + _optimizer_steps(optimizers, live)
+    return live.bytes_by_part.get("optimizer states", 0), sum(gradient.nbytes for gradient in summed)
 
 
 def _optimizer_steps(optimizers: Sequence[StandInOptimizer], live: LiveStorages) -> list[MemorySample]:
@@ -278,12 +341,14 @@ def _frees_gradients(module: nn.Module, precision: PrecisionSpec) -> bool:
     return precision.frees_gradients and not (is_lightning_module and module_needs_old_gradients(module))  # type: ignore[arg-type]
 
 
-def _second_step(sample: MemorySample, old_gradients: int, states: int) -> MemorySample:
-    """A moment of the first step as it is in the second: with states, and in the forward with the old gradients."""
-    parts = {**sample.bytes_by_part, "optimizer states": states}
-    if sample.phase == "forward":
-        parts["gradients"] = old_gradients
-    return MemorySample(sample.phase, {part: parts[part] for part in PARTS if parts.get(part)})
+def _in_a_later_step(samples: Iterable[MemorySample], gradients: Mapping[str, int], states: int) -> list[MemorySample]:
+    """Moments of the first step as they are in a later one: with states, and gradients that are there already."""
+    found = []
+    for sample in samples:
+        parts = {**sample.bytes_by_part, "optimizer states": states}
+        parts["gradients"] = parts.get("gradients", 0) + gradients[sample.phase]
+        found.append(MemorySample(sample.phase, {part: parts[part] for part in PARTS if parts.get(part)}))
+    return found
 
 
 def _has_padding(batch: Any) -> bool:
@@ -299,7 +364,13 @@ def _has_padding(batch: Any) -> bool:
 
 
 def _forward_and_backward(
-    model: StandInModel, inputs: Any, run: StepFunction, live: LiveStorages, *, has_padding: bool
+    model: StandInModel,
+    inputs: Any,
+    run: StepFunction,
+    live: LiveStorages,
+    gradients: Callable[[], AbstractContextManager[None]],
+    *,
+    has_padding: bool,
 ) -> None:
     module = model.module
     with _readable_errors(), warnings.catch_warnings():
@@ -307,6 +378,7 @@ def _forward_and_backward(
         warnings.filterwarnings("ignore", message=r"You are trying to `self\.log\(\)`")
         # Every tensor here represents another one.
         masks = MasksWithoutNumbers(lambda tensor: True, has_padding=has_padding)
+        live.phase = "forward"
         with model.forward_context(), _saved_as_activations(live), masks:
             output = run(module, inputs)
             loss = sum_of_outputs(output)
@@ -318,26 +390,45 @@ def _forward_and_backward(
             )
         live.phase = "backward"
         live.sample()
-        learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        handles = [_count_gradient(parameter, live, in_fp32=model.fp32_gradients) for parameter in learning]
-        with model.backward_context():
+        with gradients(), model.backward_context():
             backward_in_modes(loss)
-        for handle in handles:
-            handle.remove()
 
 
-def _count_gradient(parameter: Tensor, live: LiveStorages, *, in_fp32: bool) -> Any:
+@contextmanager
+def _counted_gradients(
+    parameters: Sequence[Tensor], live: LiveStorages, *, in_fp32: bool, are_lent: bool, are_added: bool
+) -> Iterator[None]:
+    """Counts gradients from their end on, until they are added to those of earlier micro-batches.
+
+    Those of copies that parameters were lent are converted and added last: autograd runs the nodes that were made first
+    when nothing else is left to run.
+    """
+    waiting: list[Tensor] = []
+
     def count(parameter: Tensor) -> None:
+        live.add("gradients", tensors_in(parameter.grad))
+        live.sample()
+        if are_lent:
+            waiting.append(parameter)
+        else:
+            settle(parameter)
+
+    def settle(parameter: Tensor) -> None:
         assert parameter.grad is not None
         if in_fp32 and parameter.dtype in HALF_DTYPES:
             wide = parameter.grad.float()
             parameter.grad = None
             parameter.grad_dtype = torch.float32
             parameter.grad = wide
-        live.add("gradients", [parameter.grad])
+        live.add(None if are_added else "gradients", [parameter.grad])
         live.sample()
 
-    return parameter.register_post_accumulate_grad_hook(count)
+    handles = [parameter.register_post_accumulate_grad_hook(count) for parameter in parameters]
+    yield
+    for parameter in waiting:
+        settle(parameter)
+    for handle in handles:
+        handle.remove()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,7 +146,7 @@ class StandInOptimizer:
         """What is kept beside 16-bit weights."""
         return [kept for _, _, kept in self._of if kept is not None]
 
-    @property
+    @cached_property  # alive as long as the optimizer
     def padding(self) -> list[Tensor]:
         """What fills up the memory that copies and rests of compressed masters share, on the side of the copies."""
         return [

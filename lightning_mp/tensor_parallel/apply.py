@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_mp.core.rank_rng import RankRNG
-from lightning_mp.distributed.sharding_rules import tied_parameters
 from lightning_mp.modules.names import named_modules
+from lightning_mp.policy.unit_selection import tied_parameters
 from lightning_mp.tensor_parallel.known_models import Style, adapt_attention, attention_dropout, head_counts
 from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
 from lightning_mp.tensor_parallel.sequence_parallel import (
