@@ -4,7 +4,7 @@
 
 1. While all means of a loss are over one number, it may be built in any way, but with no term of 0; else its means
    stay, and stay in proportion.
-2. The factors of the means of a kind add up to the same, unless the loss is built otherwise with as many that decide.
+2. The factors of the means that decide add up to the same, unless the loss is built otherwise with as many of them.
 3. Of a mean of T means over n items each, T or n is that of the first loss.
 4. A loss that counts nothing weighs 0; every other loss is unknown if it counts nothing of what the first one counts.
 
@@ -37,7 +37,7 @@ class LossWeights:
         self.first: Items | None = None  # the first loss that counted something; its numbers are the host's
         self.is_equal = False  # micro-batches have equal weights for the rest of the fit
         self._many = 0  # means that decide in the first loss
-        self._forms: dict[tuple[str, ...], list[float]] = {}  # the factors of each kind, by how a loss is built
+        self._forms: dict[tuple[str, ...], float] = {}  # the factors of the means that decide, by how a loss is built
 
     def settle(self, readings: Sequence[Items | Unknown]) -> str:
         """Settles it with the first losses of all ranks; returns a message about it, empty if no loss counts anything.
@@ -83,33 +83,31 @@ class LossWeights:
         if not reading.means:
             return 0.0, reading.form not in self._forms, "a factor of it is 0 at times"
         main = known = None
-        many, factors = 0, dict[str, float]()
+        many, factor = 0, 0.0
         for mean in reading.means:
-            if mean.factor is None:
-                return 0.0, False, "it is multiplied by a number on the device"
-            factors[mean.kind] = factors.get(mean.kind, 0.0) + mean.factor
             if main is None:
                 for known in first.means:
                     if known.kind == mean.kind:
                         main = mean
                         break
             if main is not None and mean.kind == main.kind:
-                many += 1
+                if mean.factor is None:
+                    return 0.0, False, "it is multiplied by a number on the device"
+                many, factor = many + 1, factor + mean.factor
         if main is None or known is None:
             return 0.0, False, f"it counts {reading.means[0].kind}, the first loss {first.means[0].kind}"
         if isinstance(main.total, float) and not 0 <= main.total < math.inf:
             return 0.0, False, f"it is a mean over {_text([main.total])} items"
-        added = list(factors.values())
-        if not all(map(math.isfinite, added)):  # as its gradient, with which no step is made
+        if not math.isfinite(factor):  # as its gradient, with which no step is made
             return main.total, True, ""
         before = self._forms.get(reading.form)
-        if before is None and (
-            many == self._many or _is_close(factors[main.kind], next(iter(self._forms.values()))[0])
-        ):
-            before = self._forms[reading.form] = added
-        if before is None or len(before) != len(added) or not all(map(_is_close, before, added)):
-            before = before or next(iter(self._forms.values()))
-            return 0.0, False, f"it is multiplied by {_text(added)}, and one before it by {_text(before)}"
+        if before is None:
+            if many != self._many:
+                before = next(iter(self._forms.values()))
+            else:
+                before = self._forms[reading.form] = factor
+        if not _is_close(factor, before):
+            return 0.0, False, f"it is multiplied by {factor:g}, and one before it by {before:g}"
         if len(reading.means) == len(first.means) == 1 and main.parts == known.parts == 1:
             return main.total, main.is_even, "it is a mean over 1 or no items"
         return self._in_proportion(reading, main, known)
@@ -152,7 +150,7 @@ class LossWeights:
             "parts": [mean.parts for mean in first.means],
             "has_zero": first.has_zero,
             "many": self._many,
-            "forms": {" ".join(form): factors for form, factors in self._forms.items()},
+            "forms": {" ".join(form): factor for form, factor in self._forms.items()},
         }
 
     def load_state_dict(self, saved: Any) -> None:
@@ -164,14 +162,14 @@ class LossWeights:
             "parts": listed_of(POSITIVE, means),
             "has_zero": FLAG,
             "many": AMOUNT,
-            "forms": named(listed_of(NUMBER)),
+            "forms": named(NUMBER),
         }
         state = checked_state(saved, kinds, "the weights of micro-batches")
         entries = zip(state["kinds"], state["totals"], state["parts"], strict=True)
         first = tuple(Mean(kind, total, parts=parts) for kind, total, parts in entries)
         self.first = Items(first, has_zero=state["has_zero"]) if first else None
         self.is_equal, self._many = state["is_equal"], state["many"]
-        self._forms = {tuple(form.split()): factors for form, factors in state["forms"].items()}
+        self._forms = {tuple(form.split()): factor for form, factor in state["forms"].items()}
 
 
 def _are_over_one_number(means: Sequence[Mean]) -> bool:
