@@ -1,4 +1,4 @@
-"""Shared set-up of callbacks: refusing conflicting callbacks, joining the accumulation controller."""
+"""Shared set-up of callbacks: refusing conflicting callbacks, counting batches consistently."""
 
 from typing import Any, Literal
 
@@ -7,11 +7,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.core.private_trainer_api import callbacks_of
-from lightning_mp.resume.resumable_progress import ResumableProgress
-from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
+from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
+from lightning_mp.tokens.run_counts import RunCounts
 
 #: The tokens of the run; these and the weights of micro-batches; or the inputs that a monitor measures, and no more.
 CountUse = Literal["tokens", "weights", "inputs"]
@@ -49,16 +47,15 @@ def check_counts(
 ) -> Weighting:
     """Checks before a fit what its first batch will be checked for: that all callbacks count it consistently."""
     refuse_conflicting_callbacks(callback, trainer, pl_module)
-    settings = AccumulationSettings()
+    weighting = Weighting(None)
     for other in callbacks_of(trainer):
         if hasattr(other, "check_setup") and hasattr(other, "count"):
-            settings.weigh(getattr(other, "weight_by", None), **_counts_of(other, other.count))
-    assert settings.weighting is not None
+            weighting = weighting.joined_by(getattr(other, "weight_by", None), **counts_of(other, other.count))
     tokens_for = type(callback).__name__ if needs_tokens else ""
-    return settings.weighting.resolved(batch, shifted=False, tokens_for=tokens_for)
+    return weighting.resolved(batch, shifted=False, tokens_for=tokens_for)
 
 
-def _counts_of(callback: object, count: CountFunction | None) -> dict[str, Any]:
+def counts_of(callback: object, count: CountFunction | None) -> dict[str, Any]:
     """What the ``count`` of a callback counts, by its class: the tokens of the run, unless stated otherwise."""
     use: CountUse = getattr(callback, "_count_use", "tokens")
     if use == "inputs":
@@ -76,16 +73,11 @@ def micro_batches_left(trainer: "pl.Trainer", window: int) -> dict[str, int]:
     return left
 
 
-def join_window_controller(
-    callback: object,
-    trainer: "pl.Trainer",
-    pl_module: "pl.LightningModule",
-    count: CountFunction | None,
-    weight_by: WeightBy | None = "auto",
-) -> AccumulationController:
-    """Returns the Trainer's accumulation controller, configured with the weights of micro-batches."""
-    refuse_conflicting_callbacks(callback, trainer, pl_module)
-    ResumableProgress.attach(trainer)
-    controller = AccumulationController.attach(trainer)
-    controller.settings.weigh(weight_by, **_counts_of(callback, count))
-    return controller
+def run_counts(
+    callback: object, trainer: "pl.Trainer", pl_module: "pl.LightningModule", count: CountFunction | None
+) -> RunCounts:
+    """For monitors: has micro-batches counted, and returns what counts them."""
+    # Imported here: a monitor reads counts, whatever forms and weighs the windows.
+    from lightning_mp.callbacks._window_controller import join_window_controller
+
+    return join_window_controller(callback, trainer, pl_module, count, weight_by=None)

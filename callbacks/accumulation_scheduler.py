@@ -12,13 +12,14 @@ from typing_extensions import override
 
 from lightning_mp.accumulation.partial_state import why_gradients_are_elsewhere
 from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit, estimate_steps
-from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller
+from lightning_mp.callbacks._common import CountUse, check_counts
+from lightning_mp.callbacks._window_controller import join_window_controller
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.distributed.process_groups import num_data_ranks
+from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting

@@ -12,9 +12,10 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller, micro_batches_left
+from lightning_mp.callbacks._common import check_counts, micro_batches_left
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks._report_folder import report_folder
+from lightning_mp.callbacks._window_controller import join_window_controller
 from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.known_words import refuse_unknown
@@ -23,8 +24,8 @@ from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import AMOUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.distributed.async_sum import AsyncAnyRank
-from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
 from lightning_mp.flops.model_shape import elements_used
 from lightning_mp.lr_schedule.scheduler_facts import schedulers_longer_than
@@ -256,22 +257,6 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         self._fit.ended_before = self.reached
         trainer.should_stop = trainer.should_stop or self.reached
 
-    # Not `state_dict`, of which Lightning allows one of a class: two budgets get our own message.
-    @override
-    def on_save_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Saves the time; tokens are in the controller's counter."""
-        checkpoint[_DEVICE_SECONDS] = self.device_seconds
-
-    @override
-    def on_load_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Continues from a checkpoint; from 0 if its run had no budget."""
-        saved = {_DEVICE_SECONDS: checkpoint.get(_DEVICE_SECONDS, 0.0)}
-        self._device_seconds = checked_state(saved, {_DEVICE_SECONDS: AMOUNT}, "ChinchillaBudget")[_DEVICE_SECONDS]
-
     # -- every batch ---------------------------------------------------------------------------------------------------
 
     def _warn_about_early_end(self, trainer: "pl.Trainer") -> None:
@@ -401,6 +386,24 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         self._stop_clock()
         if isinstance(exception, KeyboardInterrupt):
             self._warn_about_rest("it was interrupted")
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    # Not `state_dict`, of which Lightning allows one of a class: two budgets get our own message.
+    @override
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Saves the time; tokens are in the controller's counter."""
+        checkpoint[_DEVICE_SECONDS] = self.device_seconds
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Continues from a checkpoint; from 0 if its run had no budget."""
+        saved = {_DEVICE_SECONDS: checkpoint.get(_DEVICE_SECONDS, 0.0)}
+        self._device_seconds = checked_state(saved, {_DEVICE_SECONDS: AMOUNT}, "ChinchillaBudget")[_DEVICE_SECONDS]
 
 
 def _count_parameters(trainer: "pl.Trainer", pl_module: "pl.LightningModule", which: Counted) -> tuple[int, int, str]:

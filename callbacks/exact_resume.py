@@ -31,7 +31,7 @@ from lightning_mp.core.ranks import world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE_COUNT, Schema, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
+from lightning_mp.core.trainer_ranks import data_rank, num_data_ranks
 from lightning_mp.modules.compiled_names import translate_on_load
 from lightning_mp.resume.differences import EXACT_RESUME_KEY
 from lightning_mp.resume.loader_position import LoaderPosition, StreamPosition, why_unsupported
@@ -189,6 +189,19 @@ class ExactResume(SettingsRepr, Callback):
             RankRNG.restore_kept(resumed["random"]["of_ranks"])
         fit.before_epoch = captured(device)
 
+    @override
+    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Keeps the random state before each fetch, if a batch may be repeated."""
+        if self.record is not None and trainer.is_global_zero and trainer.ckpt_path is None:
+            self.record.parent.mkdir(parents=True, exist_ok=True)
+            self.record.unlink(missing_ok=True)
+        fit = self._fit
+
+        def keep(states: list[dict[str, Any]]) -> None:
+            fit.before_fetches.append(captured(pl_module.device))
+
+        private_resume_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
+
     def _begin_validation(self, trainer: "pl.Trainer") -> None:
         if not trainer.sanity_checking:
             fit, module = self._fit, trainer.lightning_module
@@ -203,23 +216,62 @@ class ExactResume(SettingsRepr, Callback):
             restore(random, trainer.lightning_module.device)
             private_resume_api.restore_validation_progress(trainer, progress)
 
+    # -- record --------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
+    ) -> None:
+        """Hashes the batch."""
+        if self.record is not None:
+            zero = torch.zeros((), dtype=torch.int64, device=pl_module.device)
+            batch_hash = bit_hash_of_nested(batch, pl_module.device)
+            self._fit.hashes = dict.fromkeys(RECORDED_KINDS, zero) | {"batch": batch_hash}
+
+    def needs_gradients(self, step_index: int) -> bool:
+        """Whether gradients are hashed; called by the precision plugins."""
+        return self.record is not None
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+    ) -> None:
+        """Hashes the gradients."""
+        if self.record is not None:
+            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
+            self._fit.hashes["gradients"] = bit_hash(gradients, pl_module.device)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hashes the rest, and writes one line."""
+        if self.record is None:
+            return
+        hashes, device = self._fit.hashes, pl_module.device
+        hashes["loss"] = bit_hash_of_nested(outputs, device)
+        hashes["weights"] = bit_hash(pl_module.parameters(), device)
+        states = [
+            value
+            for optimizer in trainer.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        hashes["state"] = bit_hash([*pl_module.buffers(), *states], device)
+        stacked = torch.stack([hashes[kind] for kind in RECORDED_KINDS]) * (2 * trainer.global_rank + 1)
+        if trainer.world_size > 1:
+            dist.all_reduce(stacked)
+        if trainer.is_global_zero:
+            numbers = dict(zip(RECORDED_KINDS, stacked.tolist(), strict=True))
+            write_record(self.record, trainer.fit_loop.epoch_loop.total_batch_idx, trainer.global_step, numbers)
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
     @override
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Checkpoints after this were written after the validation."""
         self._end_validation(trainer)
-
-    @override
-    def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Keeps the random state before each fetch, if a batch may be repeated."""
-        if self.record is not None and trainer.is_global_zero and trainer.ckpt_path is None:
-            self.record.parent.mkdir(parents=True, exist_ok=True)
-            self.record.unlink(missing_ok=True)
-        fit = self._fit
-
-        def keep(states: list[dict[str, Any]]) -> None:
-            fit.before_fetches.append(captured(pl_module.device))
-
-        private_resume_api.before_each_fetch(trainer, keep, always=saves_on_exception(trainer))
 
     @override
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -342,56 +394,6 @@ class ExactResume(SettingsRepr, Callback):
             private_results_api.end_of_resumed_epoch(trainer)
         elif inside:
             private_results_api.log_resumed_batch(trainer)
-
-    # -- record --------------------------------------------------------------------------------------------------------
-
-    def needs_gradients(self, step_index: int) -> bool:
-        """Whether gradients are hashed; called by the precision plugins."""
-        return self.record is not None
-
-    @override
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
-        """Hashes the batch."""
-        if self.record is not None:
-            zero = torch.zeros((), dtype=torch.int64, device=pl_module.device)
-            batch_hash = bit_hash_of_nested(batch, pl_module.device)
-            self._fit.hashes = dict.fromkeys(RECORDED_KINDS, zero) | {"batch": batch_hash}
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
-    ) -> None:
-        """Hashes the gradients."""
-        if self.record is not None:
-            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            self._fit.hashes["gradients"] = bit_hash(gradients, pl_module.device)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Hashes the rest, and writes one line."""
-        if self.record is None:
-            return
-        hashes, device = self._fit.hashes, pl_module.device
-        hashes["loss"] = bit_hash_of_nested(outputs, device)
-        hashes["weights"] = bit_hash(pl_module.parameters(), device)
-        states = [
-            value
-            for optimizer in trainer.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-        hashes["state"] = bit_hash([*pl_module.buffers(), *states], device)
-        stacked = torch.stack([hashes[kind] for kind in RECORDED_KINDS]) * (2 * trainer.global_rank + 1)
-        if trainer.world_size > 1:
-            dist.all_reduce(stacked)
-        if trainer.is_global_zero:
-            numbers = dict(zip(RECORDED_KINDS, stacked.tolist(), strict=True))
-            write_record(self.record, trainer.fit_loop.epoch_loop.total_batch_idx, trainer.global_step, numbers)
 
 
 def _of_positions(states: list[Any]) -> list[Any]:

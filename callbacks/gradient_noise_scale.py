@@ -24,8 +24,10 @@ from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_optimizer_api import loss_scale_of
+from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.trainer_ranks import is_pipelined, num_data_ranks
 from lightning_mp.diagnostics.noise_scale import (
     ClosedNoiseWindow,
     NoiseScale,
@@ -34,11 +36,9 @@ from lightning_mp.diagnostics.noise_scale import (
     on_device_of,
     square_share,
 )
-from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import applies_grad_scale
 from lightning_mp.gradients.replication import GradientReplication, gradient_replication
-from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.tokens import batch_tokens
@@ -174,18 +174,6 @@ class GradientNoiseScale(SettingsRepr, Callback):
             is_sharded=any(isinstance(parameter, DTensor) for parameter in pl_module.parameters()),
         )
         Patches.of(trainer).at_end(self._end)
-
-    @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Logs the estimate."""
-        self._flush_pending()
-        if self.average.windows:
-            rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
-
-    def _end(self) -> None:
-        fit, self._fit = self._fit, None
-        if fit is not None:
-            fit.disarm()
 
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
@@ -351,6 +339,18 @@ class GradientNoiseScale(SettingsRepr, Callback):
             RunState.of(self._fit.trainer).flush()
             self._read(self._fit)
 
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Logs the estimate."""
+        self._flush_pending()
+        if self.average.windows:
+            rank_zero_info(f"GradientNoiseScale: {self.estimate or 'no estimate yet: the noise hides the gradient.'}")
+
+    def _end(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.disarm()
+
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     @override
@@ -392,7 +392,7 @@ def _closed(fit: _Fit, window: NoiseWindow) -> ClosedNoiseWindow:
     counts = RunCounts.of(fit.trainer)
     weight_by = counts.weight_by if counts is not None else None
     return ClosedNoiseWindow(
-        HostCopy(gradient_ops.sum_over_ranks_(window.numbers(fit.trainer.strategy.root_device))),
+        HostCopy(sum_over_ranks_(window.numbers(fit.trainer.strategy.root_device))),
         # Lightning divides by the planned length also where a window is shorter; the controller puts that right.
         big_factor=1.0 if weight_by else (int(fit.trainer.accumulate_grad_batches) / window.micro_batches) ** 2,
         equal_weights=weight_by in (None, "batch"),

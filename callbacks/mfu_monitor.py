@@ -12,31 +12,29 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.running_parts import RunningParts
-from lightning_mp.callbacks._common import CountUse, check_counts, join_window_controller
+from lightning_mp.callbacks._common import CountUse, check_counts, run_counts
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.arguments import positive_number, whole_number
+from lightning_mp.core.devices import accumulation_dtype
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.quantities import format_quantity
+from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.distributed.process_groups import num_data_ranks
+from lightning_mp.core.trainer_ranks import is_pipelined, num_data_ranks
 from lightning_mp.flops.conventions import CONVENTIONS
-from lightning_mp.flops.flop_counter import FlopCount, FlopTally
+from lightning_mp.flops.flop_tally import FlopCount, FlopTally
 from lightning_mp.flops.hardware import device_peak
-from lightning_mp.flops.model_shape import far_above_count, module_flops_per_token
 from lightning_mp.flops.throughput import Rates, Throughput, Work
-from lightning_mp.gradients import gradient_ops
-from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.batch_tokens import no_tokens_in
 from lightning_mp.tokens.count_unit import CountUnit, counted_unit, samples_of
-from lightning_mp.tokens.counter import TokenCounterDeltas
 from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
+from lightning_mp.tokens.run_counts import RunCounts, TokenCounterDeltas
 
 
 @dataclass
@@ -85,7 +83,7 @@ class MFUMonitor(SettingsRepr, Callback):
     device once. Reading data and writing checkpoints is part of the time.
 
     *Operations.* In the first micro-batch of a fit every matrix product, convolution and attention is counted as it
-    runs, forward, backward and recomputation, on all ranks; see :mod:`lightning_mp.flops.flop_counter`. This cost per
+    runs, forward, backward and recomputation, on all ranks; see :mod:`lightning_mp.flops.flop_tally`. This cost per
     token is used for the whole run; if lengths vary, attention is counted as in the first micro-batch. The peak is that
     of the format in which most of these products ran, regardless of the precision plugin. Work that several
     tensor-parallel ranks repeat on plain tensors counts on each of them.
@@ -122,7 +120,7 @@ class MFUMonitor(SettingsRepr, Callback):
     """
 
     _count_use: ClassVar[CountUse] = "inputs"
-    _controller: AccumulationController  # from `setup` on
+    _counts: RunCounts  # from `setup` on
 
     def __init__(
         self,
@@ -173,10 +171,10 @@ class MFUMonitor(SettingsRepr, Callback):
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Joins the accumulation controller, whose counter counts tokens once over all ranks."""
+        """Has micro-batches counted by the accumulation controller, which counts tokens once over all ranks."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
-            self._controller = join_window_controller(self, trainer, pl_module, self.count, weight_by=None)
+            self._counts = run_counts(self, trainer, pl_module, self.count)
             CallbackMetrics.attach(trainer).add(self._metrics, self._on_bar)
 
     @override
@@ -190,7 +188,7 @@ class MFUMonitor(SettingsRepr, Callback):
             uncounted_batches=1 if is_pipelined(trainer) else 0,
         )
         self.flop_count = None
-        self._controller.at_first_batch(self._check_count)
+        self._counts.at_first_batch(self._check_count)
 
     def check_setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """Raises the errors of a fit before it starts; called by preflight.
@@ -220,7 +218,7 @@ class MFUMonitor(SettingsRepr, Callback):
             raise MisconfigurationException(_of_tokens(self.flops_per_token))
 
     def _check_count(self, batch: Any) -> None:
-        weighting, measure = self._controller.weighting, self._controller.measure
+        weighting, measure = self._counts.weighting, self._counts.measure
         assert weighting is not None
         assert measure is not None
         self._count_in(weighting, measure.input_tokens, batch)
@@ -229,21 +227,7 @@ class MFUMonitor(SettingsRepr, Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues from the counter as it was loaded; the clock starts after the first optimizer step."""
         assert self._fit is not None
-        self._fit.changes = TokenCounterDeltas(self._controller.counter)
-
-    @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Takes the last reading and prints the rates of the run."""
-        self._flush_and_read()
-        self._end()
-        if self.total.tokens_per_second is not None:
-            rank_zero_info(f"MFUMonitor, whole run: {self.total.summary(self._counted)}.")
-
-    def _end(self) -> None:
-        fit, self._fit = self._fit, None
-        if fit is not None:
-            fit.stop_counting()
-            self.throughput.stop_clock()
+        self._fit.changes = TokenCounterDeltas(self._counts.counter)
 
     # -- operations per token ------------------------------------------------------------------------------------------
 
@@ -268,7 +252,7 @@ class MFUMonitor(SettingsRepr, Callback):
 
     def _determine_work(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
         """Operations per token over all ranks, and the peak of the devices; once per fit, with one wait."""
-        measure = self._controller.measure
+        measure = self._counts.measure
         assert measure is not None
         model, again, counted_model = None, None, None
         counted, fit = self.flop_count, self._fit
@@ -277,8 +261,8 @@ class MFUMonitor(SettingsRepr, Callback):
             numbers = [0.0, 0.0, 0.0]  # ranks that could not count leave it to the others
             if counted is not None:
                 numbers = [float(counted.model), float(counted.recompute), float(measure.input_tokens)]
-            dtype = gradient_ops.accumulation_dtype(pl_module.device)
-            sums = gradient_ops.sum_over_ranks_(torch.tensor(numbers, dtype=dtype, device=pl_module.device)).tolist()
+            dtype = accumulation_dtype(pl_module.device)
+            sums = sum_over_ranks_(torch.tensor(numbers, dtype=dtype, device=pl_module.device)).tolist()
             if sums[2] == 0.0:
                 fit.is_settled = False  # the next micro-batch will do
                 return
@@ -287,6 +271,8 @@ class MFUMonitor(SettingsRepr, Callback):
         if self.flops_per_token == "exact":
             model = counted_model or None
         elif isinstance(self.flops_per_token, str):
+            from lightning_mp.flops.model_shape import far_above_count, module_flops_per_token  # conventions only
+
             labels = batch_tokens.find_labels(batch)
             context_tokens = labels.shape[1] if labels is not None else measure.input_tokens
             wrapped = trainer.strategy.model or pl_module
@@ -344,7 +330,7 @@ class MFUMonitor(SettingsRepr, Callback):
                 fit.is_settled = True
                 self._determine_work(trainer, pl_module, batch)
             fit.uncounted_batches = max(0, fit.uncounted_batches - 1)
-        if self._controller.is_open:
+        if self._counts.is_open:
             return
         if fit.changes is not None and fit.changes.any:
             self._read(fit, fit.changes)
@@ -374,11 +360,25 @@ class MFUMonitor(SettingsRepr, Callback):
             if fit.is_warm:
                 self.throughput.start_clock(now)
 
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Takes the last reading and prints the rates of the run."""
+        self._flush_and_read()
+        self._end()
+        if self.total.tokens_per_second is not None:
+            rank_zero_info(f"MFUMonitor, whole run: {self.total.summary(self._counted)}.")
+
+    def _end(self) -> None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
+            fit.stop_counting()
+            self.throughput.stop_clock()
+
     def _flush_and_read(self) -> None:
         fit = self._fit
         if fit is not None and fit.changes is not None:
             RunState.of(fit.trainer).flush()
-            self._controller.counter.flush_pending()
+            self._counts.counter.flush_pending()
             self._read(fit, fit.changes)
 
     def _read(self, fit: _Fit, changes: TokenCounterDeltas) -> None:

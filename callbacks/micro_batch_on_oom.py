@@ -24,7 +24,7 @@ from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.saved_state import POSITIVE_COUNT, Schema, checked_state, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.core.trainer_ranks import is_pipelined
 
 _FORM = Schema('"mean" or "sum"', lambda value: value in ("mean", "sum"))
 

@@ -144,36 +144,6 @@ class OverflowMonitor(SettingsRepr, Callback):
         assert self._fit is not None
         self._fit.attempted_before, self._fit.skipped_before = self.attempted_steps, self.skipped_steps
 
-    @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Reads the last outcome, so that the totals are final; warns if too many steps were skipped."""
-        fit = self._fit
-        assert fit is not None
-        self._flush_pending()
-        attempts, skips = self.attempted_steps - fit.attempted_before, self.skipped_steps - fit.skipped_before
-        if self.stop_reason is None and _are_many(skips, attempts):
-            rank_zero_warn(
-                f"OverflowMonitor: {skips:,} of {attempts:,} optimizer steps were skipped because gradients were not"
-                f" finite; the weights were trained by the other {attempts - skips:,} alone.{self._advice(fit)}",
-                category=RuntimeWarning,
-            )
-
-    def _advice(self, fit: "_Fit") -> str:
-        """What to do about skips."""
-        if not fit.has_scale:
-            return (
-                " Without a loss scale, the cause is the loss or the weights: lower the learning rate, clip gradients,"
-                " and look for bad batches and log or division of 0."
-            )
-        return (
-            f" The loss scale is {self.loss_scale:g}. If it only had to come down, use LossScaler(init_scale=...);"
-            " otherwise look at the last losses and learning rates. OverflowPostMortem(replay=True) tells the two"
-            " apart."
-        )
-
-    def _end(self) -> None:
-        self._fit = None
-
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def on_after_optimizer_step(
@@ -249,6 +219,36 @@ class OverflowMonitor(SettingsRepr, Callback):
     def _flush_pending(self) -> None:
         if self._fit is not None:
             RunState.of(self._fit.trainer).flush()
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Reads the last outcome, so that the totals are final; warns if too many steps were skipped."""
+        fit = self._fit
+        assert fit is not None
+        self._flush_pending()
+        attempts, skips = self.attempted_steps - fit.attempted_before, self.skipped_steps - fit.skipped_before
+        if self.stop_reason is None and _are_many(skips, attempts):
+            rank_zero_warn(
+                f"OverflowMonitor: {skips:,} of {attempts:,} optimizer steps were skipped because gradients were not"
+                f" finite; the weights were trained by the other {attempts - skips:,} alone.{self._advice(fit)}",
+                category=RuntimeWarning,
+            )
+
+    def _advice(self, fit: "_Fit") -> str:
+        """What to do about skips."""
+        if not fit.has_scale:
+            return (
+                " Without a loss scale, the cause is the loss or the weights: lower the learning rate, clip gradients,"
+                " and look for bad batches and log or division of 0."
+            )
+        return (
+            f" The loss scale is {self.loss_scale:g}. If it only had to come down, use LossScaler(init_scale=...);"
+            " otherwise look at the last losses and learning rates. OverflowPostMortem(replay=True) tells the two"
+            " apart."
+        )
+
+    def _end(self) -> None:
+        self._fit = None
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from lightning_mp.core.ranks import all_gathered
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.diagnostics.overflow.observations import take_reading
 from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
 from lightning_mp.diagnostics.overflow.report import NOT_REPLAYED, KnownByRank, OverflowReport, ReportTally, join_ranks
@@ -34,7 +35,7 @@ from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth, larges
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import gradient_replication
 from lightning_mp.modules.names import parameter_names
-from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
+from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeSource
 
@@ -147,20 +148,6 @@ class OverflowPostMortem(SettingsRepr, Callback):
         self._fit = fit = _Fit()
         Patches.of(trainer).at_end(fit.end)
 
-    @override
-    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Makes a replay that could not be made when its outcome was reported."""
-        self._make_up(trainer, pl_module)
-
-    @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Reads the last outcome while its batch can still be rerun; logs a summary."""
-        RunState.of(trainer).flush()
-        self._make_up(trainer, pl_module)
-        self._fit.end()
-        if self._fit.tally.has_unreported and trainer.is_global_zero:
-            lightning_logger().warning(self._fit.tally.summary())
-
     # -- healthy steps -------------------------------------------------------------------------------------------------
 
     @override
@@ -194,13 +181,6 @@ class OverflowPostMortem(SettingsRepr, Callback):
         divisor = window[-1].divisor
         window[:] = [one for one in window if one.batch_idx != running.batch_idx or not is_first]
         window.append(MicroBatch(running.part, running.batch_idx, running.random_state, divisor))
-
-    @override
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """From here to the next batch there may be a validation or a checkpoint: replays wait."""
-        self._fit.can_replay_now = False
 
     # -- a skipped step ------------------------------------------------------------------------------------------------
 
@@ -295,6 +275,31 @@ class OverflowPostMortem(SettingsRepr, Callback):
                 lightning_logger().warning(str(report))
             if self._fit.tally.is_summary_due():
                 lightning_logger().warning(self._fit.tally.summary())
+
+    # -- the end of a batch, an epoch and the run ----------------------------------------------------------------------
+
+    @override
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """From here to the next batch there may be a validation or a checkpoint: replays wait."""
+        self._fit.can_replay_now = False
+
+    @override
+    def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Makes a replay that could not be made when its outcome was reported."""
+        self._make_up(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Reads the last outcome while its batch can still be rerun; logs a summary."""
+        RunState.of(trainer).flush()
+        self._make_up(trainer, pl_module)
+        self._fit.end()
+        if self._fit.tally.has_unreported and trainer.is_global_zero:
+            lightning_logger().warning(self._fit.tally.summary())
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.ranks import all_gathered
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
 from lightning_mp.diagnostics.audit.records import AuditReport
 from lightning_mp.diagnostics.audit.requested import RequestedPrecision
 from lightning_mp.diagnostics.audit.table import audit_table, join_stages
 from lightning_mp.diagnostics.audit.watch import PrecisionWatch
 from lightning_mp.modules.names import named_modules
-from lightning_mp.modules.stage_placeholder import full_model, is_pipelined
+from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
 from lightning_mp.policy.policy import PrecisionPolicy
 

@@ -69,27 +69,6 @@ class RankWatchdog(SettingsRepr, Callback):
             barrier=strategy.barrier,
         )
 
-    @override
-    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Waits for the other ranks, and stops watching."""
-        trainer.strategy.barrier("RankWatchdog")
-        self._stop()
-
-    @override
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Tells the other ranks why this one ended."""
-        self._stop(f"{type(exception).__name__}: {str(exception).partition(chr(10))[0]}")
-
-    def _stop(self, error: str = "") -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.stop(error)
-            # After an exception the reports stay readable until this process ends.
-            self._heartbeat = self._heartbeat if error else None
-
-    def needs_gradients(self, step_index: int) -> bool:
-        """False: a beat needs no unscaled gradients; with stock plugins it also beats before the step."""
-        return False
-
     # -- beats ---------------------------------------------------------------------------------------------------------
 
     def _beat(self, place: str) -> None:
@@ -121,6 +100,10 @@ class RankWatchdog(SettingsRepr, Callback):
     @override
     def on_after_backward(self, *_: Any) -> None:
         self._beat(f"on_after_backward of {self._micro_batch}")
+
+    def needs_gradients(self, step_index: int) -> bool:
+        """False: a beat needs no unscaled gradients; with stock plugins it also beats before the step."""
+        return False
 
     @override
     def on_before_optimizer_step(self, *_: Any) -> None:
@@ -154,13 +137,32 @@ class RankWatchdog(SettingsRepr, Callback):
         self._beat_of_validation(trainer, "on_validation_batch_end", batch_idx, dataloader_idx)
 
     @override
-    def on_save_checkpoint(self, *_: Any) -> None:
-        self._beat(f"on_save_checkpoint after {self._micro_batch}")
-
-    @override
     def on_train_epoch_end(self, *_: Any) -> None:
         self._beat(f"on_train_epoch_end after {self._micro_batch}")
 
     @override
     def on_train_end(self, *_: Any) -> None:
         self._beat(f"on_train_end after {self._micro_batch}")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Waits for the other ranks, and stops watching."""
+        trainer.strategy.barrier("RankWatchdog")
+        self._stop()
+
+    @override
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Tells the other ranks why this one ended."""
+        self._stop(f"{type(exception).__name__}: {str(exception).partition(chr(10))[0]}")
+
+    def _stop(self, error: str = "") -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.stop(error)
+            # After an exception the reports stay readable until this process ends.
+            self._heartbeat = self._heartbeat if error else None
+
+    @override
+    def on_save_checkpoint(self, *_: Any) -> None:
+        self._beat(f"on_save_checkpoint after {self._micro_batch}")

@@ -154,25 +154,6 @@ class StopAtBoundary(SettingsRepr, Callback):
         Patches.of(trainer).at_end(self._end)
         self._fit.replace_handlers(self.signals)
 
-    def _end(self) -> None:
-        self._fit.restore_handlers()
-        self._fit = _Fit()
-
-    @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Tells all ranks of a signal that came too late to stop a step, so that the script does not continue."""
-        if self.stopped_by is not None:
-            return
-        fit = self._fit
-        asked = fit.asked_by is not None
-        fit.agreement.ask(asked, pl_module.device)
-        # On several processes the answer comes with the next question.
-        if fit.agreement.ask(asked, pl_module.device):
-            self.stopped_by = fit.asked_by or "another rank"
-            rank_zero_info(
-                f"StopAtBoundary: {self.stopped_by} came at the end of the run; no further checkpoint is written."
-            )
-
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @override
@@ -203,4 +184,23 @@ class StopAtBoundary(SettingsRepr, Callback):
                 f"StopAtBoundary: stopped by {self.stopped_by} after optimizer step {trainer.global_step}; saved"
                 f" {self.path}. fit() returns, and the script continues unless it reads the attribute stopped_by:"
                 " `if stop.stopped_by: sys.exit()`."
+            )
+
+    def _end(self) -> None:
+        self._fit.restore_handlers()
+        self._fit = _Fit()
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Tells all ranks of a signal that came too late to stop a step, so that the script does not continue."""
+        if self.stopped_by is not None:
+            return
+        fit = self._fit
+        asked = fit.asked_by is not None
+        fit.agreement.ask(asked, pl_module.device)
+        # On several processes the answer comes with the next question.
+        if fit.agreement.ask(asked, pl_module.device):
+            self.stopped_by = fit.asked_by or "another rank"
+            rank_zero_info(
+                f"StopAtBoundary: {self.stopped_by} came at the end of the run; no further checkpoint is written."
             )

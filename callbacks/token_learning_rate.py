@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.callbacks._common import check_counts, join_window_controller, micro_batches_left
+from lightning_mp.callbacks._common import check_counts, micro_batches_left
+from lightning_mp.callbacks._window_controller import join_window_controller
 from lightning_mp.core.arguments import whole_tokens
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding, listed_of
@@ -254,13 +255,6 @@ class TokenLearningRate(SettingsRepr, Callback):
                     " before the cooldown."
                 )
 
-    @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Warns if the run ended long before its schedule."""
-        if self._controller.budget is None:
-            trained = self._controller.counter.tokens - self._controller.counter.skipped_tokens
-            self._warn_about_missed_end(trained, f"the run ended after {trained:,} tokens")
-
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     @override
@@ -308,6 +302,13 @@ class TokenLearningRate(SettingsRepr, Callback):
                 f"TokenLearningRate: the horizon is {self.horizon_tokens:,} tokens and {run}: {fault}. Give the run's"
                 " own length, add a ChinchillaBudget and leave tokens= out, or call cooldown_now() before the end."
             )
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Warns if the run ended long before its schedule."""
+        if self._controller.budget is None:
+            trained = self._controller.counter.tokens - self._controller.counter.skipped_tokens
+            self._warn_about_missed_end(trained, f"the run ended after {trained:,} tokens")
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

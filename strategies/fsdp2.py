@@ -331,16 +331,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
                 " Use the precision that it was sharded for, or a new model."
             )
 
-    @override
-    def teardown(self) -> None:
-        """The model stays sharded. After an exception or a signal, waits for the checkpoint that is being written."""
-        self._ranks_alike = None
-        background, self._background = self._background, None
-        try:
-            if background is not None:
-                background.close()
-        finally:
-            super().teardown()
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -351,10 +342,25 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
             background.finish_write()
 
     @override
+    def on_validation_end(self) -> None:
+        """Frees the weights that are gathered for a whole step, since no backward has done so."""
+        self._free_gathered_weights()
+
+    @override
     def on_train_end(self) -> None:
         """Checks that ranks agreed in the last step as well, and waits for the last checkpoint."""
         self._flush_ranks()
         self._wait_for_checkpoint()
+
+    @override
+    def on_test_end(self) -> None:
+        """Frees them, as after a validation."""
+        self._free_gathered_weights()
+
+    @override
+    def on_predict_end(self) -> None:
+        """Frees them, as after a validation."""
+        self._free_gathered_weights()
 
     def _wait_for_checkpoint(self) -> None:
         if self._background is not None:
@@ -363,21 +369,6 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     def _flush_ranks(self) -> None:
         if self._ranks_alike is not None:
             self._ranks_alike.flush_pending()
-
-    @override
-    def on_validation_end(self) -> None:
-        """Frees the weights that are gathered for a whole step, since no backward has done so."""
-        self._free_gathered_weights()
-
-    @override
-    def on_test_end(self) -> None:
-        """The same after testing."""
-        self._free_gathered_weights()
-
-    @override
-    def on_predict_end(self) -> None:
-        """The same after prediction."""
-        self._free_gathered_weights()
 
     def _free_gathered_weights(self) -> None:
         for part in self.lightning_module.modules() if self.lightning_module is not None else ():
@@ -403,14 +394,14 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Writes under a temporary name, and renames it when all ranks are done."""
-        self._flush_ranks()
+        self._flush_ranks()  # if ranks ran different layers, these weights are worth nothing
         path = self._local(self.broadcast(filepath))
         if self._background is not None and storage_options is None:
             states = checkpoint.pop("optimizer_states", [])
             shards = {"state_dict": checkpoint.pop("state_dict")}
             shards.update({f"optimizer_{number}": state for number, state in enumerate(states)})
             self._background.save(shards, checkpoint, path)
-            self._written = AsyncAnyRank()
+            self._written = AsyncAnyRank()  # an answer that is on its way is about the write before
             return
         if self.is_global_zero:
             begin_checkpoint(path)
@@ -431,7 +422,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         checkpoint = load_checkpoint(
             path, self.model, self.optimizers, strict=self.lightning_module.strict_loading, weights_only=weights_only
         )
-        self.barrier()
+        self.barrier()  # no rank still reads under the name that rank 0 may change
         if self.is_global_zero:
             recover_checkpoint(path)
         return checkpoint
@@ -450,6 +441,17 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         """Renames it first, so that no part of it looks like a checkpoint."""
         if self.is_global_zero:
             (remove_checkpoint if self._background is None else self._background.remove)(Path(filepath))
+
+    @override
+    def teardown(self) -> None:
+        """The model stays sharded. After an exception or a signal, waits for the checkpoint that is being written."""
+        self._ranks_alike = None
+        background, self._background = self._background, None
+        try:
+            if background is not None:
+                background.close()
+        finally:
+            super().teardown()
 
 
 FSDP2Strategy.register_strategies(StrategyRegistry)

@@ -98,6 +98,7 @@ def gather_in_steps(module: nn.Module, patches: Patches) -> None:
     if not isinstance(module, FSDPModule):
         return
     for name in STEPS:
+        # torch's function leaves its method on the module; here it is to stay until the run ends.
         own = vars(module)
         before = {name: own[name]} if name in own else {}
         setattr(module, name, _with_weights_at_hand(module, getattr(module, name)))

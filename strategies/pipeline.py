@@ -283,15 +283,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         own = {id(p) for p in self.lightning_module.parameters()}
         self._parts = {optimizer: keep_own_parameters(optimizer, names, own) for optimizer in self.optimizers}
 
-    @override
-    def teardown(self) -> None:
-        """Releases the schedules; the model stays split."""
-        self.pipeline_runner = None
-        module = self.lightning_module
-        # After a set-up that failed: Lightning moves the module to the CPU, which would raise another error.
-        without_memory = module is not None and any(p.is_meta for p in module.parameters())
-        with Patch(module, "cpu", lambda: module) if without_memory else nullcontext():
-            super().teardown()
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -309,8 +301,6 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
             known, optimizer, self.lightning_module.parameters(), self._split.parameter_names
         )
         return parts
-
-    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _backward_context(self) -> AbstractContextManager[Any]:
         # Schedules run backwards inside training_step, whose autocast a backward must not see.
@@ -390,6 +380,18 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         refuse_other_number(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(self._parts[optimizer].own(state))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        """Releases the schedules; the model stays split."""
+        self.pipeline_runner = None
+        module = self.lightning_module
+        # After a set-up that failed: Lightning moves the module to the CPU, which would raise another error.
+        without_memory = module is not None and any(p.is_meta for p in module.parameters())
+        with Patch(module, "cpu", lambda: module) if without_memory else nullcontext():
+            super().teardown()
 
 
 PipelineParallelStrategy.register_strategies(StrategyRegistry)

@@ -27,12 +27,12 @@ from lightning_mp.accumulation.schedule import Progress, TargetBatch
 from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch, Part
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.ranks import world_size
+from lightning_mp.core.ranks import sum_over_ranks_, world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE, checked_state, or_none
+from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.sync import reduce_first_backward
-from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.optimizers.evaluations import requires_closure
@@ -194,6 +194,7 @@ class AccumulationController(RunCounts):
         """
         self._fit.before_steps.append(function)
 
+    @override
     def at_first_batch(self, function: Callable[[Any], None]) -> None:
         """Calls ``function`` in this fit with its first micro-batch, once that is measured and its window is open."""
         self._fit.at_first_batch.append(function)
@@ -271,31 +272,6 @@ class AccumulationController(RunCounts):
         is_spent = is_spent_already(self.budget, self.counter, 0, None, had_ended=False)
         self.state = replace(self.state, budget_reached=is_spent)
 
-    @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Settles the counter."""
-        if self._fit.meter is not None:
-            self._fit.meter.restore_labels()
-        self.counter.flush_pending()
-        if self._fit.weighing is not None:
-            self.state = self._fit.weighing.settle_window(self.state)
-
-    @override
-    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
-        """Gives the Trainer its own setting back, by which Lightning decides what to log; the window stays open."""
-        if not self.settings.follows_trainer:
-            trainer.accumulate_grad_batches = self.settings.idle_value()
-
-    def release(self, trainer: "pl.Trainer") -> None:
-        """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
-        if not self.settings.follows_trainer:
-            trainer.accumulate_grad_batches = self.settings.idle_value()
-        if self._fit.meter is not None:
-            self._fit.meter.restore_labels()
-        self.settings = AccumulationSettings(self.settings.constant)
-        self._fit, self._has_fitted = _Fit(), True
-        self.state = replace(windows.close_early(self.state), micro_batch=None)
-
     # -- one micro-batch -----------------------------------------------------------------------------------------------
 
     @override
@@ -358,6 +334,105 @@ class AccumulationController(RunCounts):
         trainer.accumulate_grad_batches = AccumulateGradBatches(
             planned, batch_idx=batch_idx, num_ready=num_ready, opens=opens, closes=closes, total=settings.total_steps
         )
+
+    @override
+    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
+        """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
+        if self.settings.weighting is None:
+            return
+        if self.state.window.totals is None:
+            if self.settings.follows_trainer:  # an optimizer's own evaluation, or a module's
+                return
+            raise repeated_losses(trainer.optimizers)
+        if self._fit.has_no_loss:
+            assert self.state.micro_batch is not None
+            self._fit.has_no_loss = False
+            nothing = replace(self.state.micro_batch, measure=Measure(0, 0, 0, 0), part=windows.NOTHING)
+            self.state = replace(self.state, micro_batch=nothing)
+        weighing, weighting = self._fit.weighing, self.weighting
+        if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
+            assert weighting is not None
+            self.state = weighing.weigh(self.state, weighting, loss)
+            assert self.state.micro_batch is not None
+            factor = self.state.micro_batch.factor
+            divided_by = int(trainer.accumulate_grad_batches)
+            if divided_by != self.state.window.planned:  # it was set inside a window
+                factor = factor * (divided_by / self.state.window.planned)
+            if isinstance(factor, Tensor):
+                loss.mul_(factor.to(loss.device))
+            elif factor != 1.0:
+                loss.mul_(factor)
+        self.state = windows.add_micro_batch(self.state)
+        self._fit.is_in_backward = True
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
+    ) -> None:
+        """With a stock precision plugin: normalises the gradient here. Ours has done it already."""
+        totals = self.window_totals(pl_module.device)
+        factor = self.close_window(sum_over_ranks_(totals) if totals is not None else None)
+        if factor is not None:
+            parameters = gradient_ops.parameters_with_gradient(optimizer)
+            gradient_ops.multiply_([gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None], factor)
+
+    def on_after_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """Records the tokens of a skipped step, which only plugins of this package and OverflowMonitor report."""
+        has_window, self._fit.step_has_window = self._fit.step_has_window, False
+        if has_window and not outcome.stepped:
+            self.counter.skip_last_window()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Moves on to the next micro-batch, or ends the run."""
+        if self.settings.weighting is None:
+            return
+        self.state = windows.end_micro_batch(self.state)
+        if self.settings.follows_trainer:  # Lightning decides where a window ends
+            window = self.state.window
+            self.state = replace(self.state, window=replace(window, is_open=window.totals is not None))
+            if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
+                trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
+        self._fit.is_in_backward = False
+        if self._fit.weighing is not None and self._fit.weighing.watches_gradients:
+            self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
+        if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
+            self._fit.boundary.end()
+        assert self.state.micro_batch is not None
+        if self.state.micro_batch.ends_run and self._is_spent():
+            self.state = replace(self.state, budget_reached=True)
+            trainer.should_stop = True
+
+    # -- the end of a fit ----------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Settles the counter."""
+        if self._fit.meter is not None:
+            self._fit.meter.restore_labels()
+        self.counter.flush_pending()
+        if self._fit.weighing is not None:
+            self.state = self._fit.weighing.settle_window(self.state)
+
+    @override
+    def on_exception(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", exception: BaseException) -> None:
+        """Gives the Trainer its own setting back, by which Lightning decides what to log; the window stays open."""
+        if not self.settings.follows_trainer:
+            trainer.accumulate_grad_batches = self.settings.idle_value()
+
+    def release(self, trainer: "pl.Trainer") -> None:
+        """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
+        if not self.settings.follows_trainer:
+            trainer.accumulate_grad_batches = self.settings.idle_value()
+        if self._fit.meter is not None:
+            self._fit.meter.restore_labels()
+        self.settings = AccumulationSettings(self.settings.constant)
+        self._fit, self._has_fitted = _Fit(), True
+        self.state = replace(windows.close_early(self.state), micro_batch=None)
 
     # -- a micro-batch that runs in parts ------------------------------------------------------------------------------
 
@@ -433,78 +508,6 @@ class AccumulationController(RunCounts):
     def _is_weighed_by_hand(self) -> bool:
         return self._fit.weighing is not None and self._fit.weighing.source == "batch"
 
-    @override
-    def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
-        """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
-        if self.settings.weighting is None:
-            return
-        if self.state.window.totals is None:
-            if self.settings.follows_trainer:  # an optimizer's own evaluation, or a module's
-                return
-            raise repeated_losses(trainer.optimizers)
-        if self._fit.has_no_loss:
-            assert self.state.micro_batch is not None
-            self._fit.has_no_loss = False
-            nothing = replace(self.state.micro_batch, measure=Measure(0, 0, 0, 0), part=windows.NOTHING)
-            self.state = replace(self.state, micro_batch=nothing)
-        weighing, weighting = self._fit.weighing, self.weighting
-        if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
-            assert weighting is not None
-            self.state = weighing.weigh(self.state, weighting, loss)
-            assert self.state.micro_batch is not None
-            factor = self.state.micro_batch.factor
-            divided_by = int(trainer.accumulate_grad_batches)
-            if divided_by != self.state.window.planned:  # it was set inside a window
-                factor = factor * (divided_by / self.state.window.planned)
-            if isinstance(factor, Tensor):
-                loss.mul_(factor.to(loss.device))
-            elif factor != 1.0:
-                loss.mul_(factor)
-        self.state = windows.add_micro_batch(self.state)
-        self._fit.is_in_backward = True
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer
-    ) -> None:
-        """With a stock precision plugin: normalises the gradient here. Ours has done it already."""
-        totals = self.window_totals(pl_module.device)
-        factor = self.close_window(gradient_ops.sum_over_ranks_(totals) if totals is not None else None)
-        if factor is not None:
-            parameters = gradient_ops.parameters_with_gradient(optimizer)
-            gradient_ops.multiply_([gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None], factor)
-
-    def on_after_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
-    ) -> None:
-        """Records the tokens of a skipped step, which only plugins of this package and OverflowMonitor report."""
-        has_window, self._fit.step_has_window = self._fit.step_has_window, False
-        if has_window and not outcome.stepped:
-            self.counter.skip_last_window()
-
-    @override
-    def on_train_batch_end(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Moves on to the next micro-batch, or ends the run."""
-        if self.settings.weighting is None:
-            return
-        self.state = windows.end_micro_batch(self.state)
-        if self.settings.follows_trainer:  # Lightning decides where a window ends
-            window = self.state.window
-            self.state = replace(self.state, window=replace(window, is_open=window.totals is not None))
-            if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
-                trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
-        self._fit.is_in_backward = False
-        if self._fit.weighing is not None and self._fit.weighing.watches_gradients:
-            self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
-        if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
-            self._fit.boundary.end()
-        assert self.state.micro_batch is not None
-        if self.state.micro_batch.ends_run and self._is_spent():
-            self.state = replace(self.state, budget_reached=True)
-            trainer.should_stop = True
-
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 
     def window_totals(self, device: torch.device) -> Tensor | None:
@@ -576,6 +579,16 @@ class AccumulationController(RunCounts):
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
     @override
+    def state_dict(self) -> dict[str, Any]:
+        """The token counter and how far the run is; nothing where a plugin alone has it weigh, which saves that."""
+        if self._is_plugins:
+            return {}
+        if self._fit.boundary is not None:
+            self._fit.boundary.flush_outcome()
+        weights = self.weights_state()
+        return {"counter": self.counter.state_dict()} | self.state.state_dict() | {"losses": weights["losses"]}
+
+    @override
     def on_save_checkpoint(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
     ) -> None:
@@ -589,13 +602,6 @@ class AccumulationController(RunCounts):
             PartialAccumulation.of(trainer, pl_module, window.planned, window.position, totals).save(checkpoint)
             return
         warn_about_lost_gradient(window.planned, window.position)
-
-    @override
-    def on_load_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Remembers the gradient of a window that was saved open."""
-        self._saved_window = PartialAccumulation.load(checkpoint, trainer, pl_module)
 
     def weights_state(self, *, settle: bool = True) -> dict[str, Any]:
         """What is known of the run's losses, for a checkpoint; to ``settle`` the last window call it on all ranks."""
@@ -612,16 +618,6 @@ class AccumulationController(RunCounts):
             self.state = replace(self.state, reference_items=state["reference_items"])
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        """The token counter and how far the run is; nothing where a plugin alone has it weigh, which saves that."""
-        if self._is_plugins:
-            return {}
-        if self._fit.boundary is not None:
-            self._fit.boundary.flush_outcome()
-        weights = self.weights_state()
-        return {"counter": self.counter.state_dict()} | self.state.state_dict() | {"losses": weights["losses"]}
-
-    @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
         state = AccumulationState.read(state_dict)
@@ -629,6 +625,13 @@ class AccumulationController(RunCounts):
         self.counter.load_state_dict(state_dict.get("counter", {}))
         self.losses.load_state_dict(state_dict["losses"])
         self.state = state
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Remembers the gradient of a window that was saved open."""
+        self._saved_window = PartialAccumulation.load(checkpoint, trainer, pl_module)
 
 
 def _nothing_known() -> "LossWeights":

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.accumulation.windows import Window
-from lightning_mp.distributed.process_groups import data_rank, num_data_ranks
+from lightning_mp.core.trainer_ranks import data_rank, num_data_ranks
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import BudgetLimiter, TokenBudget
 from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter

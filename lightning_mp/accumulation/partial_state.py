@@ -9,11 +9,10 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
-from lightning_mp.core.ranks import world_size
+from lightning_mp.core.ranks import sum_over_ranks_, world_size
 from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, Schema, checked_state, listed_of, tensor_like
+from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
-from lightning_mp.gradients.gradient_ops import sum_over_ranks_
-from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.tokens.counter import LARGEST, NUM_TOTALS, AccumulationTotals
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -73,28 +74,9 @@ class AccumulationSettings:
         """The value of ``trainer.accumulate_grad_batches`` where no window is open."""
         return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
 
-    def weigh(
-        self,
-        weight_by: WeightBy | None,
-        count: CountFunction | None,
-        *,
-        count_weighs: bool = False,
-        input_count: CountFunction | None = None,
-    ) -> None:
-        """Micro-batches are weighted by ``weight_by``, or only counted with None.
-
-        ``count`` counts tokens in place of labels; with ``count_weighs`` it also says what micro-batches weigh.
-        ``input_count`` is a monitor's, which changes neither.
-        """
-        known = self.weighting if self.weighting is not None else Weighting(None)
-        if count is not None and known.count is not None and known.count is not count:
-            raise MisconfigurationException("Two callbacks count tokens with different count= functions; use one.")
-        self.weighting = Weighting(
-            known.weight_by if known.weight_by not in (None, "auto") or weight_by is None else weight_by,
-            known.count if known.count is not None else count,
-            known.count_weighs or (count_weighs and count is not None),
-            known.input_count if known.input_count is not None else input_count,
-        )
+    def weigh(self, weight_by: WeightBy | None, count: CountFunction | None, **counts: Any) -> None:
+        """Micro-batches are weighted, or counted, as one more callback requests: see :meth:`Weighting.joined_by`."""
+        self.weighting = (self.weighting or Weighting(None)).joined_by(weight_by, count, **counts)
 
     def spend(self, budget: TokenBudget) -> None:
         """The run ends on ``budget``."""

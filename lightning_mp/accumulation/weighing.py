@@ -16,7 +16,7 @@ from lightning_mp.accumulation.windows import AccumulationState, is_single_micro
 from lightning_mp.core import private_tensor_api
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.ranks import all_gathered, world_size
-from lightning_mp.modules.stage_placeholder import is_pipelined
+from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN
 from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown, read_items
 from lightning_mp.tokens.loss_weighting import Weighting

@@ -30,7 +30,7 @@ from torch import Tensor
 from lightning_mp.accumulation.schedule import Progress
 from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.core.saved_state import COUNT, FLAG, POSITIVE, checked_state, or_none
-from lightning_mp.distributed.process_groups import num_data_ranks
+from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.tokens.budget import TokenBudget
 from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN, AccumulationTotals, TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure

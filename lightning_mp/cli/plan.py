@@ -29,7 +29,7 @@ from lightning_mp.planning.scaling_laws.optimum import (
     device_budget,
     inference_aware_optimum,
 )
-from lightning_mp.planning.scaling_laws.scaling_law import DEFAULT_LAW, LAWS, ParametricLaw
+from lightning_mp.planning.scaling_laws.scaling_law import DEFAULT_LAW, LAWS, with_loss
 from lightning_mp.planning.training_run import TrainingRun, run_time, training_run
 
 _DESCRIPTION = """\
@@ -225,14 +225,8 @@ def _size(arguments: argparse.Namespace, given: dict[str, Any], dtype: str | Non
 
 
 def _inference(size: PlannedRun, inference_tokens: str) -> InferenceAware:
-    if not isinstance(size.law, ParametricLaw):
-        with_loss = ", ".join(name for name, row in LAWS.items() if isinstance(row, ParametricLaw))
-        raise ValueError(
-            f"`inference_tokens` needs a law that predicts a loss, which {size.law.name!r} does not. Use one of"
-            f" {with_loss}."
-        )
     return inference_aware_optimum(
-        size.law,
+        with_loss(size.law, "inference_tokens"),
         parameters=size.parameters,
         tokens=size.tokens,
         inference_tokens=parse_quantity(inference_tokens, "inference_tokens"),

@@ -1,8 +1,9 @@
-"""The device that a run is made on: whether it is there, its name, and the memory in use."""
+"""The device that a run is made on: whether it is there, its name, the memory in use, and the dtype of its sums."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,6 +38,12 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # getrusage(2): KiB on Linux, bytes on macOS
+
+
+@cache
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Where sums of squares and token counts are kept: float64, but float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def sent_to(values: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 _Known = TypeVar("_Known")
 
@@ -28,3 +29,10 @@ def all_gathered(known: _Known, group: dist.ProcessGroup | None = None) -> list[
     everybody = [known] * size
     dist.all_gather_object(everybody, known, group=group)
     return everybody
+
+
+def sum_over_ranks_(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Adds a small tensor over the ranks of a group, None for all, in place; on one process it returns at once."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        dist.all_reduce(values, group=group)
+    return values

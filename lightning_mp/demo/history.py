@@ -49,6 +49,13 @@ class RunHistory(Callback):
         self._window: list[Tensor] = []
         self._unread: list[Tensor] = []
 
+    def on_after_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """Records the outcome of a step; with a fused optimizer this is one step late."""
+        for column in ("loss_scale", "skipped", "grad_norm"):
+            self._steps[column].append(getattr(outcome, column))
+
     @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -67,13 +74,6 @@ class RunHistory(Callback):
         self._steps["learning_rate"].append(learning_rate)
         pl_module.log("train/learning_rate", learning_rate)
 
-    def on_after_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
-    ) -> None:
-        """Records the outcome of a step; with a fused optimizer this is one step late."""
-        for column in ("loss_scale", "skipped", "grad_norm"):
-            self._steps[column].append(getattr(outcome, column))
-
     @override
     def on_validation_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Notes the validation loss, and prints a line where no progress bar shows it."""
@@ -83,21 +83,6 @@ class RunHistory(Callback):
         self._validation["loss"].append(loss)
         if trainer.progress_bar_callback is None:
             say(f"{tokens:,} tokens: train loss {self._steps['train_loss'][-1]:.3f}, validation loss {loss:.3f}")
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Saves facts and rows."""
-        self._read_losses(trainer)
-        checkpoint[HISTORY_KEY] = {"facts": self._facts, "steps": self._steps, "validation": self._validation}
-
-    @override
-    def on_load_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Continues with the rows of the resumed run."""
-        self._steps, self._validation = (checkpoint[HISTORY_KEY][rows] for rows in ("steps", "validation"))
 
     @override
     def on_fit_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -138,6 +123,21 @@ class RunHistory(Callback):
             sums, counts = trainer.strategy.reduce(torch.stack(self._unread), reduce_op="sum").unbind(1)
             self._steps["train_loss"] += (sums / counts).tolist()
             self._unread = []
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Saves facts and rows."""
+        self._read_losses(trainer)
+        checkpoint[HISTORY_KEY] = {"facts": self._facts, "steps": self._steps, "validation": self._validation}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Continues with the rows of the resumed run."""
+        self._steps, self._validation = (checkpoint[HISTORY_KEY][rows] for rows in ("steps", "validation"))
 
 
 class InjectOverflow(Callback):

@@ -54,6 +54,13 @@ class Recorder(Callback):
         self.loss_scales: list[float] = []
         self.skipped: list[bool] = []
 
+    def on_after_optimizer_step(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
+    ) -> None:
+        """A hook of lightning_mp: what became of the step."""
+        self.loss_scales.append(outcome.loss_scale)
+        self.skipped.append(outcome.skipped)
+
     @override
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -63,13 +70,6 @@ class Recorder(Callback):
         self._losses.append(trainer.strategy.reduce(loss, reduce_op="mean"))
         if (batch_idx + 1) % max(1, trainer.accumulate_grad_batches) == 0:
             self._clock.append(time.process_time())  # of this process: other work on the machine does not count
-
-    def on_after_optimizer_step(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", optimizer: Optimizer, outcome: StepOutcome
-    ) -> None:
-        """A hook of lightning_mp: what became of the step."""
-        self.loss_scales.append(outcome.loss_scale)
-        self.skipped.append(outcome.skipped)
 
     @property
     def losses(self) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from lightning_mp.core.devices import sent_to
+from lightning_mp.core.devices import accumulation_dtype, sent_to
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.saved_state import AMOUNT, COUNT, NUMBER, checked_state, listed_of
 from lightning_mp.gradients import gradient_ops
@@ -200,7 +200,7 @@ class NoiseWindow:
         norms, self.norms = self.norms, []
         if not norms:
             return None
-        dtype = gradient_ops.accumulation_dtype(norms[0].device)
+        dtype = accumulation_dtype(norms[0].device)
         return torch.stack([norm.to(dtype) for norm in norms]).square().sum()
 
     def numbers(self, device: torch.device) -> Tensor:

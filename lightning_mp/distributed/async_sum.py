@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
+from lightning_mp.core.devices import accumulation_dtype
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.ranks import world_size
-from lightning_mp.gradients.gradient_ops import accumulation_dtype, sum_over_ranks_
+from lightning_mp.core.ranks import sum_over_ranks_, world_size
 
 
 class AsyncAllReduce:

@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 from weakref import ref
 
-import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,7 +27,7 @@ def named_mesh(device_type: str, sizes: dict[str, int], timeout: timedelta) -> D
         (device_type, *sizes.items()),
         lambda: init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names),
     )
-    for name in names:
+    for name in names:  # groups of an earlier run have the timeout of that run
         private_sharding_api.set_group_timeout(mesh.get_group(name), timeout)
     return mesh
 
@@ -69,18 +68,3 @@ def _once(key: Hashable, make: Callable[[], Any]) -> Any:
     if key not in _made:
         _made[key] = make()
     return _made[key]
-
-
-def num_data_ranks(trainer: "pl.Trainer") -> int:
-    """Ranks that see different data: not those of one tensor-parallel group."""
-    return _sampler(trainer).get("num_replicas", 1)
-
-
-def data_rank(trainer: "pl.Trainer") -> int:
-    """This process among them."""
-    return _sampler(trainer).get("rank", 0)
-
-
-def _sampler(trainer: "pl.Trainer") -> dict[str, int]:
-    kwargs: dict[str, int] = getattr(trainer.strategy, "distributed_sampler_kwargs", {})
-    return kwargs

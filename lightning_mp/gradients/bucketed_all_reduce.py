@@ -35,7 +35,7 @@ def reduce_gradients_(gradients: Sequence[Tensor], group: ProcessGroup, *, mean:
         if mean:
             flat.div_(size)  # before the sum, as DDP does
         in_flight.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-        del flat
+        del flat  # the name would keep this bucket alive while the next one is filled
     while in_flight:
         _write_back(*in_flight.popleft())
 

@@ -1,7 +1,7 @@
 """Pure functions over the gradients of one optimizer: norm, non-finite check, scaling, clipping.
 
 They take lists that may mix plain tensors and DTensors of several meshes and placements. All work happens on the local
-shards; numbers that must agree on all ranks go through one all-reduce of a small vector (:func:`sum_over_ranks_`).
+shards; numbers that must agree on all ranks go through one all-reduce of a small vector.
 
 A *pass* is every gradient byte read or written once. :func:`shard_norms` costs one pass, :func:`multiply_` and
 :func:`clamp_` cost two.
@@ -11,16 +11,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_tensor_api
-from lightning_mp.core.devices import sent_to
+from lightning_mp.core.devices import accumulation_dtype, sent_to
 from lightning_mp.core.precisions import HALF_DTYPES
 
 
@@ -102,12 +100,6 @@ def replicas_of(gradients: Iterable[Tensor], *, ranks_per_parameter: int, plain_
         else replicas(g, ranks_per_parameter=ranks_per_parameter, plain_replicas=plain_replicas)
         for g in gradients
     ]
-
-
-@cache
-def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Where sums of squares and token counts are kept: float64, but float32 on MPS, which has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def shard_norms(shards: Sequence[Tensor]) -> Tensor:
@@ -198,13 +190,6 @@ def square_sum(norms: Tensor, copies: Sequence[int]) -> Tensor:
         return squares.sum() / copies[0] if copies[0] > 1 else squares.sum()
     weights = sent_to(torch.tensor(copies, dtype=squares.dtype), squares.device)
     return (squares / weights).sum()
-
-
-def sum_over_ranks_(values: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Adds a small tensor over the ranks of a group, None for all, in place; on one process it returns at once."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(values, group=group)
-    return values
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -55,13 +55,13 @@ class AgreedUnits:
         self._waits = device.type == "cpu" if waits is None else waits
         self._names: list[str] = []
         self._by_ranks: dict[tuple[int, ...], _Together] = {}
-        self._ends: list[Callable[[], Any]] = []
+        self._cleanups: list[Callable[[], Any]] = []
         self._attached: WeakSet[Optimizer] = WeakSet()
         seen: set[int] = set()
         for name, module in model.named_modules():
             if isinstance(module, FullyShardedDataParallel):
                 note = self._note(name, self._on(None))
-                self._ends.append(module.register_forward_pre_hook(note).remove)
+                self._cleanups.append(module.register_forward_pre_hook(note).remove)
             elif isinstance(module, FSDPModule):
                 for group in private_sharding_api.sharding_groups(module):
                     mesh = private_sharding_api.sharding_mesh(group)
@@ -71,7 +71,7 @@ class AgreedUnits:
                     together = self._on(mesh)
                     together.parameters.update(map(id, private_sharding_api.sharded_parameters(group)))
                     note = self._note(name, together)
-                    self._ends.append(private_sharding_api.before_each_gather(group, note))
+                    self._cleanups.append(private_sharding_api.before_each_gather(group, note))
 
     @classmethod
     def of(cls, model: nn.Module, optimizers: Sequence[Optimizer], device: torch.device) -> Self | None:
@@ -88,14 +88,14 @@ class AgreedUnits:
         for optimizer in optimizers:
             if optimizer not in self._attached:
                 self._attached.add(optimizer)
-                self._ends.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush_pending()).remove)
+                self._cleanups.append(optimizer.register_state_dict_pre_hook(lambda _: self.flush_pending()).remove)
         return self
 
     def detach(self) -> None:
         """Stops watching."""
-        for end in self._ends:
-            end()
-        self._ends = []
+        for undo in self._cleanups:
+            undo()
+        self._cleanups = []
 
     def compare(self, optimizer: Optimizer) -> None:
         """Compares what this rank has run since the last time; called on all ranks when the gradients are there."""
@@ -108,6 +108,7 @@ class AgreedUnits:
             checksum = crc32(trained, crc32(array("l", together.gathered)))
             together.compared, together.gathered[:] = list(together.gathered), []
             # `full` is a kernel; `torch.tensor(..., device=...)` would make the host wait for the device.
+            # The smallest checksum is minus the largest of the negatives: one reduction gives both.
             both = torch.stack([self._number(checksum), self._number(-checksum)])
             for ranks in together.groups:
                 dist.all_reduce(both, op=dist.ReduceOp.MAX, group=ranks)

@@ -12,14 +12,9 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDevice
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from lightning_mp.core.ranks import world_size
-from lightning_mp.gradients.gradient_ops import (
-    LocalGradients,
-    accumulation_dtype,
-    replicas_of,
-    square_sum,
-    sum_over_ranks_,
-)
+from lightning_mp.core.devices import accumulation_dtype
+from lightning_mp.core.ranks import sum_over_ranks_, world_size
+from lightning_mp.gradients.gradient_ops import LocalGradients, replicas_of, square_sum
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class _FSDP2Sync(GradientSync):
     @override
     def begin(self, *, closes: bool) -> None:
         for unit in self._units:
-            unit.set_requires_gradient_sync(closes, recurse=False)
+            unit.set_requires_gradient_sync(closes, recurse=False)  # the list has the inner units, too
 
     @override
     def detach(self) -> None:

@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from lightning_mp.core.arguments import whole_number
+from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.language_model.gpt import GPT, GPTConfig
 from lightning_mp.lr_schedule.schedules import WarmupCosine
-from lightning_mp.modules.stage_placeholder import is_pipelined
 from lightning_mp.pipelining import PipelineLayer, pipelined_loss
 from lightning_mp.policy.gathered_dtypes import gathered_of_masters
 from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units

@@ -7,7 +7,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_mp.gradients.gradient_ops import accumulation_dtype
+from lightning_mp.core.devices import accumulation_dtype
 
 _CHUNK_LOGITS = 2**24
 

@@ -8,9 +8,9 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_mp.core.bit_layouts import NumberFormat
-from lightning_mp.core.devices import sent_to
+from lightning_mp.core.devices import accumulation_dtype, sent_to
 from lightning_mp.core.number_formats import number_format
-from lightning_mp.gradients.gradient_ops import accumulation_dtype, local_shard
+from lightning_mp.gradients.gradient_ops import local_shard
 
 
 def underflow_fraction(

@@ -5,18 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mp.modules.names import named_modules
-
-
-def is_pipelined(trainer: "pl.Trainer") -> bool:
-    """Whether the Trainer's strategy splits the model into stages; known before it does."""
-    return hasattr(trainer.strategy, "pipeline_runner")
-
 
 #: Attribute of a model that was split.
 _SPLIT = "pipeline_split"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_mp.core.host_copy import HostCopy
+from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.replication import GradientReplication
 
@@ -83,6 +84,7 @@ class GradientEpilogue:
         """Reads the gradients once and adds norm and window totals over all ranks."""
         here = self._read()
         if self._ranks.is_one_process and here.norms is not None:
+            # In float32 the sum of squares would overflow at a norm of 1.8e19, which scaled gradients reach.
             wide = torch.float32 if self._device.type == "mps" else torch.float64
             self.grad_norm = torch.linalg.vector_norm(here.norms, dtype=wide).to(self._device)
             self.grad_norm = self._unless_found(self.grad_norm)
@@ -95,7 +97,7 @@ class GradientEpilogue:
             vector = torch.stack([square_sum, *(torch.full_like(square_sum, float(flag)) for flag in flags)])
             if totals is not None:
                 vector = torch.cat([vector, totals.to(vector)])
-            gradient_ops.sum_over_ranks_(vector, self._ranks.group)
+            sum_over_ranks_(vector, self._ranks.group)
             self.grad_norm = vector[0].sqrt()
             self._anyone = vector[1]
             self._anyone_scaled = vector[2] if self._has_scaled is not None else None
@@ -159,7 +161,7 @@ class GradientEpilogue:
     def check_again(self) -> Tensor:
         """Reads gradients again that may have been written since :meth:`reduce`, or are new (one pass)."""
         square_sum = self._ranks.square_sum(self._read(), self._device)
-        norm = gradient_ops.sum_over_ranks_(square_sum, self._ranks.group).sqrt()
+        norm = sum_over_ranks_(square_sum, self._ranks.group).sqrt()
         self.found_inf = torch.maximum(self.found_inf, gradient_ops.not_below(norm, torch.inf))
         self.is_checked = True
         return norm
@@ -200,7 +202,7 @@ class GradientEpilogue:
         """
         if by_value:
             self._clamp(limit)
-            # Clamping has turned every inf into the bound.
+            # Clamping has turned every inf into the bound; a nan in one tensor is enough for the check before the step.
             keep = torch.where(self.found_inf > 0, torch.nan, 1.0)
             gradient_ops.multiply_([shard for shard in self.shards if shard.numel()][:1], keep)
         else:
@@ -218,6 +220,7 @@ class GradientEpilogue:
     def wait_for_decision(self) -> bool:
         """Whether the step is to be skipped; waits for the device once."""
         limited = self._factor if self._value_limit is not None else None
+        # Its transfer begins before the host waits, so that both are there after one wait.
         factor = HostCopy(limited.reshape(1)) if limited is not None else None
         found_inf = bool(self.found_inf.item())
         if factor is not None:

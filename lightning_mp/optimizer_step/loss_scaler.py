@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_mp.core.arguments import true_or_false
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.precisions import HALF_DTYPES
+from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, POSITIVE_COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients import gradient_ops
@@ -216,6 +217,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         gradient_ops.reduce_partial_gradients_(parameters)
         shards = [gradient_ops.local_shard(p.grad) for p in parameters if p.grad is not None]
         scale, _ = self._check_scale_growth_tracker("unscale_")
+        # The inverse of a tiny scale is inf in float32, and inf times a gradient of 0 is nan.
         found_inf.copy_(~torch.isfinite(scale.reciprocal()))
         if shards:
             norms = gradient_ops.shard_norms(shards)
@@ -223,8 +225,8 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
             if not allow_fp16:  # torch passes it for fused optimizers, which multiply the scale in themselves
                 gradient_ops.multiply_(shards, inv_scale)
-        gradient_ops.sum_over_ranks_(found_inf, self._process_group)
-        return {found_inf.device: found_inf.clamp_(max=1.0)}
+        sum_over_ranks_(found_inf, self._process_group)
+        return {found_inf.device: found_inf.clamp_(max=1.0)}  # fused kernels skip at exactly 1
 
     @override
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -87,7 +87,7 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         self._run = RunState.of(trainer)
         self.skipped_steps = self._run.skipped_steps
         self._pending: _Pending | None = None
-        self._last_skipped: bool | None = False
+        self._last_skipped: bool | None = False  # None while it is on its way
         self._learning_rate = SkippedStepSchedulerGuard(
             trainer, pl_module, lambda: self._last_skipped, self.flush_pending
         )
@@ -95,7 +95,7 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         self._averaging = SkippedStepAveragingGuard(trainer, self.flush_pending, lambda: self.skipped_steps)
         self._profiler = private_trainer_api.profiler_of(trainer)
         self._callbacks: list[Callback] = []
-        self._asking: list[Callback] = []
+        self._subscribers: list[Callback] = []
         self._idle_steps = 0
 
     def attach(self, optimizers: Sequence[Optimizer]) -> Self:
@@ -137,10 +137,11 @@ class StepOutcomeDispatcher(StepOutcomeSource):
 
     def flush_pending(self) -> None:
         """Reads the outcome of the last step, if it is not known yet: rolls back on a skip, then calls the hooks."""
+        # Taken before anything is called: hooks below may have this method called again.
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        asking = self._interested_callbacks()
+        subscribers = self._subscribed_callbacks()
         found_inf, loss_scale, grad_norm, items = pending.numbers.read()
         outcome = StepOutcome(
             step_index=pending.step_index,
@@ -153,9 +154,10 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         self._last_skipped = skipped = not outcome.stepped
         self.skipped_steps += skipped
         self._warn_if_idle(outcome, pending)
+        # Before the hooks, which see learning rates as they are after a skip.
         self._learning_rate.resolve(skipped=skipped)
         self._averaging.resolve(skipped=skipped)
-        for callback in asking:
+        for callback in subscribers:
             hook = callback.on_after_optimizer_step  # type: ignore[attr-defined]
             if type(self._profiler) is PassThroughProfiler:
                 hook(self._trainer, self._pl_module, pending.optimizer, outcome)
@@ -188,10 +190,10 @@ class StepOutcomeDispatcher(StepOutcomeSource):
                 category=RuntimeWarning,
             )
 
-    def _interested_callbacks(self) -> list[Callback]:
+    def _subscribed_callbacks(self) -> list[Callback]:
         """Callbacks that have the hook; looked for again when the Trainer's list is another."""
         callbacks = vars(self._trainer)["callbacks"]
         if callbacks != self._callbacks:
             self._callbacks = list(callbacks)
-            self._asking = [c for c in callbacks if getattr(c, "on_after_optimizer_step", None) is not None]
-        return self._asking
+            self._subscribers = [c for c in callbacks if getattr(c, "on_after_optimizer_step", None) is not None]
+        return self._subscribers

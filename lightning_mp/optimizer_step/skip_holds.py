@@ -104,7 +104,7 @@ class SkippedStepSchedulerGuard:
         """The outcome of the last step is known."""
         snapshots, self._snapshots = self._snapshots, []
         if skipped:
-            for snapshot in reversed(snapshots):
+            for snapshot in reversed(snapshots):  # several schedulers may have set one rate, each from the one before
                 snapshot.restore()
 
     def _step(self, scheduler: Any, metric: Any | None) -> None:
@@ -135,10 +135,10 @@ class SkippedStepAveragingGuard:
     """
 
     def __init__(
-        self, trainer: "pl.Trainer", before_asking: Callable[[], None], skipped_steps: Callable[[], int]
+        self, trainer: "pl.Trainer", before_update: Callable[[], None], skipped_steps: Callable[[], int]
     ) -> None:
         self._trainer = trainer
-        self._before_asking = before_asking
+        self._before_update = before_update
         self._skipped_steps = skipped_steps
         self._skipped = False
 
@@ -150,7 +150,7 @@ class SkippedStepAveragingGuard:
 
     def _hold(self, callback: WeightAveraging) -> None:
         def should_update(step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-            self._before_asking()
+            self._before_update()
             if step_idx is not None:
                 if self._skipped:
                     return False

@@ -69,6 +69,7 @@ def update_scale_(state: ScaleState, found_inf: Tensor, rule: ScaleRule, known_s
     amp_update_scale_(
         state.scale, state.growth_tracker, found_inf, rule.growth_factor, rule.backoff_factor, rule.growth_interval
     )
+    # The scale that is known is one update old: where two updates cannot reach a bound, the clamp's kernel is saved.
     lowest, highest = 2.0 * rule.min_scale, rule.max_scale / 2.0  # products are rounded
     if known_scale is None or not (
         known_scale * rule.backoff_factor**2 > lowest and known_scale * rule.growth_factor**2 < highest

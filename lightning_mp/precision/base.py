@@ -31,8 +31,8 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import COUNT, MAPPING, TEXT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
-from lightning_mp.distributed.process_groups import num_data_ranks
 from lightning_mp.distributed.rank_settings import RankSettings
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
@@ -239,24 +239,6 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         finally:
             self._carry(skipped_steps=dispatcher.skipped_steps)
 
-    @override
-    def teardown(self) -> None:
-        """Undoes all changes to other objects, whatever is raised; Lightning calls it also after exceptions."""
-        _explain_checkpoint(sys.exception())
-        self._note_loss_weights(settle=False)  # other ranks may have raised
-        run, self._in_run = self._in_run, None
-        with run.cleanups if run is not None else nullcontext():
-            # Manual optimization updates the scale when the next batch begins, and there is none.
-            self._update_scale(run)
-
-    def _end(self) -> None:
-        """Where a strategy's teardown raised before the plugin's."""
-        if self._in_run is not None:
-            self.teardown()
-
-    def _carry(self, **changes: Any) -> None:
-        self._carried = replace(self._carried, **changes)
-
     def _register_optimizer(self, optimizer: Optimizer) -> None:
         """Once for each optimizer of a fit."""
         trainer = self._run.trainer
@@ -324,8 +306,33 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         return self._context("train")
 
     @override
+    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
+        """The forward context; the last step's gradients end here, and in manual optimization its scale is updated."""
+        context, run = self.forward_context(), self._in_run
+        self._update_scale(run)
+        if run is not None and run.stepped is not None:
+            # Lightning clears them after the forward: 4 bytes per parameter at its peak. Hooks until now may read them.
+            for group in run.stepped.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+            run.stepped = None
+        if run is not None and not run.weighs and run.trainer.accumulate_grad_batches != 1 and run.is_fit:
+            self._weigh_from_here(run.trainer)
+        return context
+
+    def _update_scale(self, run: PluginRun | None) -> None:
+        """After a batch of manual optimization in which an optimizer has stepped."""
+        if self.scaler is None:
+            return
+        left: GradientsBeforeBackward = {}
+        if run is not None:
+            left, run.gradients_before_backward = run.gradients_before_backward, left
+        if private_optimizer_api.has_stepped(self.scaler):
+            update_scale(self.scaler, run.trainer.optimizers if run is not None else [], left)
+
+    @override
     def val_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
-        """The same for validation steps."""
+        """What forwards of validation steps run in."""
         return self._context("validate")
 
     @override
@@ -377,6 +384,19 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         """Leaves the forward's context: in manual optimization optimizers are stepped inside of it."""
         return self._autocast.outside() if self._autocast is not None else nullcontext()
 
+    # -- loss and step -------------------------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
+        """Scales the loss, once, in float32; then calls ``on_before_backward``."""
+        if self.scaler is not None:
+            if self._in_run is not None and not module.automatic_optimization:
+                known, optimizers = self._in_run.gradients_before_backward, module.trainer.optimizers
+                self._in_run.gradients_before_backward = gradients_before_backward(self.scaler, optimizers, known)
+            backwards = self._in_run.backwards if self._in_run is not None else None
+            tensor = self.scaler.scale(tensor) if backwards is None else backwards.scale(self.scaler, tensor)
+        return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
+
     def backward_context(self) -> AbstractContextManager[Any]:
         """What backwards run in, for strategies that run their own."""
         return self._autocast.backward() if self._autocast is not None else nullcontext()
@@ -394,18 +414,33 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
                     error.add_note(f"HINT: {ANOMALIES_UNDER_A_SCALE}")
                 raise
 
-    # -- loss and step -------------------------------------------------------------------------------------------------
-
     @override
-    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
-        """Scales the loss, once, in float32; then calls ``on_before_backward``."""
-        if self.scaler is not None:
-            if self._in_run is not None and not module.automatic_optimization:
-                known, optimizers = self._in_run.gradients_before_backward, module.trainer.optimizers
-                self._in_run.gradients_before_backward = gradients_before_backward(self.scaler, optimizers, known)
-            backwards = self._in_run.backwards if self._in_run is not None else None
-            tensor = self.scaler.scale(tensor) if backwards is None else backwards.scale(self.scaler, tensor)
-        return Precision.pre_backward(self, tensor, module)  # not super(): both stock parents would scale again
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clips true gradients, whatever the optimizer and the strategy; with a fused optimizer in its own kernel."""
+        if clip_val <= 0:
+            return
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if self._step is not None and self._step.plan.optimizer is optimizer:
+            self._step.clip(float(clip_val), gradient_clip_algorithm)
+            return
+        if self._in_run is None:
+            # After a run gradients are not scaled.
+            device = optimizer.param_groups[0]["params"][0].device
+            epilogue = GradientEpilogue(optimizer, None, ranks=GradientReplication.every_rank(), device=device)
+        else:
+            # `self.clip_gradients` in manual optimization: the gradients stay scaled until the step.
+            plan = self._plan_of(optimizer, self._in_run.trainer.lightning_module)
+            scale, unscaled_found = plan.loss_scale()
+            epilogue = plan.epilogue(scale, unscaled_found=unscaled_found)
+        epilogue.reduce(None)
+        epilogue.plan(None)
+        epilogue.clip_scaled(float(clip_val), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -470,62 +505,41 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if optimizer in trainer.optimizers or holds_parameters_of(optimizer, module):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
 
-    @override
-    def train_step_context(self) -> AbstractContextManager[None]:  # type: ignore[override]  # a generator there
-        """The forward context; the last step's gradients end here, and in manual optimization its scale is updated."""
-        context, run = self.forward_context(), self._in_run
-        self._update_scale(run)
-        if run is not None and run.stepped is not None:
-            # Lightning clears them after the forward: 4 bytes per parameter at its peak. Hooks until now may read them.
-            for group in run.stepped.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
-            run.stepped = None
-        if run is not None and not run.weighs and run.trainer.accumulate_grad_batches != 1 and run.is_fit:
-            self._weigh_from_here(run.trainer)
-        return context
-
-    def _update_scale(self, run: PluginRun | None) -> None:
-        """After a batch of manual optimization in which an optimizer has stepped."""
-        if self.scaler is None:
-            return
-        left: GradientsBeforeBackward = {}
-        if run is not None:
-            left, run.gradients_before_backward = run.gradients_before_backward, left
-        if private_optimizer_api.has_stepped(self.scaler):
-            update_scale(self.scaler, run.trainer.optimizers if run is not None else [], left)
-
-    # -- clipping ------------------------------------------------------------------------------------------------------
-
-    @override
-    def clip_gradients(
-        self,
-        optimizer: Optimizer,
-        clip_val: int | float = 0.0,
-        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
-    ) -> None:
-        """Clips true gradients, whatever the optimizer and the strategy; with a fused optimizer in its own kernel."""
-        if clip_val <= 0:
-            return
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        if self._step is not None and self._step.plan.optimizer is optimizer:
-            self._step.clip(float(clip_val), gradient_clip_algorithm)
-            return
-        if self._in_run is None:
-            # After a run gradients are not scaled.
-            device = optimizer.param_groups[0]["params"][0].device
-            epilogue = GradientEpilogue(optimizer, None, ranks=GradientReplication.every_rank(), device=device)
-        else:
-            # `self.clip_gradients` in manual optimization: the gradients stay scaled until the step.
-            plan = self._plan_of(optimizer, self._in_run.trainer.lightning_module)
-            scale, unscaled_found = plan.loss_scale()
-            epilogue = plan.epilogue(scale, unscaled_found=unscaled_found)
-        epilogue.reduce(None)
-        epilogue.plan(None)
-        epilogue.clip_scaled(float(clip_val), by_value=gradient_clip_algorithm == GradClipAlgorithmType.VALUE)
-
     # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state; empty without a scaler."""
+        self._update_scale(self._in_run)
+        return self.scaler.state_dict() if self.scaler is not None else {}
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Writes the scaler's state where the stock plugins look for it, too, and how many steps were skipped."""
+        dispatcher = self._in_run.dispatcher if self._in_run is not None else None
+        if dispatcher is not None:
+            dispatcher.flush_pending()
+            self._carry(skipped_steps=dispatcher.skipped_steps)
+        checkpoint[_SKIPPED_STEPS_KEY] = self._carried.skipped_steps
+        checkpoint[_PRECISION_KEY] = str(self.precision)
+        self._note_loss_weights(settle=True)
+        if self._carried.loss_weights is not None:
+            checkpoint[_WEIGHTS_KEY] = self._carried.loss_weights
+        state = self.state_dict()
+        if state:
+            for key in _STOCK_STATE_KEYS:
+                checkpoint[key] = state
+
+    def _note_loss_weights(self, *, settle: bool) -> None:
+        controller = AccumulationController.of(self._in_run.trainer) if self._in_run is not None else None
+        if controller is not None:
+            self._carry(loss_weights=controller.weights_state(settle=settle))
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a scaler's state."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state_dict)
 
     @override
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -581,39 +595,25 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             warn_about_rounded_weights(checkpoint)
         return {}
 
-    @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Writes the scaler's state where the stock plugins look for it, too, and how many steps were skipped."""
-        dispatcher = self._in_run.dispatcher if self._in_run is not None else None
-        if dispatcher is not None:
-            dispatcher.flush_pending()
-            self._carry(skipped_steps=dispatcher.skipped_steps)
-        checkpoint[_SKIPPED_STEPS_KEY] = self._carried.skipped_steps
-        checkpoint[_PRECISION_KEY] = str(self.precision)
-        self._note_loss_weights(settle=True)
-        if self._carried.loss_weights is not None:
-            checkpoint[_WEIGHTS_KEY] = self._carried.loss_weights
-        state = self.state_dict()
-        if state:
-            for key in _STOCK_STATE_KEYS:
-                checkpoint[key] = state
-
-    def _note_loss_weights(self, *, settle: bool) -> None:
-        controller = AccumulationController.of(self._in_run.trainer) if self._in_run is not None else None
-        if controller is not None:
-            self._carry(loss_weights=controller.weights_state(settle=settle))
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty without a scaler."""
-        self._update_scale(self._in_run)
-        return self.scaler.state_dict() if self.scaler is not None else {}
+    def teardown(self) -> None:
+        """Undoes all changes to other objects, whatever is raised; Lightning calls it also after exceptions."""
+        _explain_checkpoint(sys.exception())
+        self._note_loss_weights(settle=False)  # other ranks may have raised
+        run, self._in_run = self._in_run, None
+        with run.cleanups if run is not None else nullcontext():
+            # Manual optimization updates the scale when the next batch begins, and there is none.
+            self._update_scale(run)
 
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues from a scaler's state."""
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state_dict)
+    def _end(self) -> None:
+        """Where a strategy's teardown raised before the plugin's."""
+        if self._in_run is not None:
+            self.teardown()
+
+    def _carry(self, **changes: Any) -> None:
+        self._carried = replace(self._carried, **changes)
 
 
 def _explain_checkpoint(error: BaseException | None) -> None:

@@ -159,7 +159,7 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
     if consumers != "none":
         step._gradients_may_have_changed = consumers == "writers"
         epilogue.make_true()
-        if plan.scaler is not None:
+        if plan.scaler is not None:  # of a hook that calls `unscale_` torch raises an error, in place of dividing twice
             private_optimizer_api.set_unscaled(plan.scaler, plan.optimizer, epilogue.found_inf)
         private_optimizer_api.call_before_optimizer_step_hooks(model, plan.optimizer)
         step._clips_last = not clips_by_itself(model)
@@ -215,8 +215,10 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     if plan.scaler is None:
         return output
     if not epilogue.parameters and not epilogue.anyone_has_gradients():
+        # Nothing was checked, and `GradScaler.update` raises an error without a check.
         private_optimizer_api.forget_optimizers(plan.scaler, [optimizer])
         return output
+    # A window without a loss is skipped like an overflow, but must not lower the loss scale.
     found_inf = overflow if step.has_no_items is not None else epilogue.found_inf
     private_optimizer_api.record_found_inf(plan.scaler, optimizer, found_inf)
     if plan.model.automatic_optimization:

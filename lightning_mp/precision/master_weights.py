@@ -292,31 +292,6 @@ class MasterWeightsPrecision(GradientStepPrecision):
         return dispatcher.steps_taken() if dispatcher is not None and self.storage == "24bit" else 0
 
     @override
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Also notes which weights are split between steps, so that a resumed run need not hold them whole at first."""
-        super().on_save_checkpoint(checkpoint)
-        if self._in_run is not None:
-            self._note_split_weights(self._run)
-        if self._split_weights:
-            checkpoint[_SPLIT_KEY] = self._split_weights
-
-    def _note_split_weights(self, run: MasterWeightsRun) -> None:
-        """Also where a run ends, because a checkpoint may be saved afterwards."""
-        if run.compressed is not None:
-            named = run.trainer.lightning_module.named_parameters()
-            self._split_weights = [name for name, parameter in named if run.compressed.splits(parameter)]
-
-    @override
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Loads the scaler's state, and which weights are split between steps."""
-        names = checkpoint.get(_SPLIT_KEY, [])
-        checked_state({_SPLIT_KEY: names}, {_SPLIT_KEY: listed_of(TEXT)}, type(self).__name__)
-        super().on_load_checkpoint(checkpoint)
-        if self._compressed is not None:
-            named = self._run.trainer.lightning_module.named_parameters()
-            self._compressed.expect_split(parameter for name, parameter in named if name in set(names))
-
-    @override
     def _connect_late(self, optimizer: Optimizer) -> None:
         run = self._run
         for former in run.steps.keys() - {*run.trainer.optimizers, optimizer}:
@@ -440,3 +415,30 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     def _is_evaluated(self) -> bool:
         return self._step is not None and self._step.closure is not None
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Also notes which weights are split between steps, so that a resumed run need not hold them whole at first."""
+        super().on_save_checkpoint(checkpoint)
+        if self._in_run is not None:
+            self._note_split_weights(self._run)
+        if self._split_weights:
+            checkpoint[_SPLIT_KEY] = self._split_weights
+
+    def _note_split_weights(self, run: MasterWeightsRun) -> None:
+        """Also where a run ends, because a checkpoint may be saved afterwards."""
+        if run.compressed is not None:
+            named = run.trainer.lightning_module.named_parameters()
+            self._split_weights = [name for name, parameter in named if run.compressed.splits(parameter)]
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Loads the scaler's state, and which weights are split between steps."""
+        names = checkpoint.get(_SPLIT_KEY, [])
+        checked_state({_SPLIT_KEY: names}, {_SPLIT_KEY: listed_of(TEXT)}, type(self).__name__)
+        super().on_load_checkpoint(checkpoint)
+        if self._compressed is not None:
+            named = self._run.trainer.lightning_module.named_parameters()
+            self._compressed.expect_split(parameter for name, parameter in named if name in set(names))

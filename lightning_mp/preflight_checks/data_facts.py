@@ -36,13 +36,13 @@ def inspect_data(
     """
     if data is None:
         with module_kept(module):
-            data = _asked(module, "The module", "Pass a data module, a loader or a batch as the third argument.")
+            data = _own_loader(module, "The module", "Pass a data module, a loader or a batch as the third argument.")
     elif isinstance(data, pl.LightningDataModule):
         # setup() writes into the object, and Lightning will call it again.
         own = copy(data)
         own.trainer = trainer if trainer is not None else own.trainer
         own.setup("fit")
-        given = _asked(own, type(data).__name__, "Define it, or pass a loader or a batch.")
+        given = _own_loader(own, type(data).__name__, "Define it, or pass a loader or a batch.")
         found = inspect_data(given, module, data_ranks=data_ranks, shards_samples=shards_samples)
         return replace(found, datamodule=own)
     if isinstance(data, Mapping | list | tuple) and any(_is_loader(one) for one in _values(data)):
@@ -62,7 +62,7 @@ def inspect_data(
     return FoundData(data)
 
 
-def _asked(owner: Any, name: str, otherwise: str) -> Any:
+def _own_loader(owner: Any, name: str, otherwise: str) -> Any:
     if type(owner).train_dataloader in (pl.LightningModule.train_dataloader, pl.LightningDataModule.train_dataloader):
         raise ValueError(f"{name} has no train_dataloader. {otherwise}")
     return owner.train_dataloader()

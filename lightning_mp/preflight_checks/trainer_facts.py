@@ -17,7 +17,7 @@ from lightning_mp.core import private_trainer_api
 from lightning_mp.core.precisions import PRECISIONS, PrecisionSpec, find_precision
 from lightning_mp.core.private_dispatch_api import holds_compiled_code
 from lightning_mp.core.private_trainer_api import callbacks_of
-from lightning_mp.distributed.process_groups import num_data_ranks
+from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.flops.device_traits import DeviceTraits, find_device, named_device
 from lightning_mp.modules.compiled_names import translated_names
 from lightning_mp.modules.names import named_modules

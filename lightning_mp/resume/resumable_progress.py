@@ -136,17 +136,6 @@ class ResumableProgress(Callback):
             private_resume_api.forget_loader_states(trainer)
 
     @override
-    def on_load_checkpoint(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
-    ) -> None:
-        """Has loaders made of the epoch in which they were made."""
-        made_in = checkpoint.get(_LOADERS_KEY)
-        if trainer.state.fn == TrainerFn.FITTING and made_in is not None and not self.is_tuning:
-            kind = Schema("two epochs", lambda value: isinstance(value, list) and len(value) == 2)
-            made_in = checked_state({"epochs": made_in}, {"epochs": kind}, "the loaders")["epochs"]
-            private_resume_api.make_loaders_of(trainer, made_in)
-
-    @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Ends the batch and the epoch that a checkpoint was written after."""
         fit = self._fit
@@ -168,6 +157,14 @@ class ResumableProgress(Callback):
     def on_train_epoch_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Lets ``ReduceLROnPlateau`` see the metric of a resumed epoch."""
         private_resume_api.end_restart(trainer)
+
+    @override
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Keeps the loaders' states, which Lightning resets after this."""
+        fit = self._fit
+        fit.ends_with_validation = private_resume_api.is_validation_due(trainer)
+        fetches_ahead = private_resume_api.fetches_ahead(trainer) and fit.before_fetches
+        fit.at_end = fit.before_fetches[-1] if fetches_ahead else deepcopy(private_resume_api.loader_states(trainer))
 
     @override
     def on_save_checkpoint(
@@ -194,12 +191,15 @@ class ResumableProgress(Callback):
             progress["state_dict"]["combined_loader"] = fit.at_end or fit.before_fetches[-fetched]
 
     @override
-    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Keeps the loaders' states, which Lightning resets after this."""
-        fit = self._fit
-        fit.ends_with_validation = private_resume_api.is_validation_due(trainer)
-        fetches_ahead = private_resume_api.fetches_ahead(trainer) and fit.before_fetches
-        fit.at_end = fit.before_fetches[-1] if fetches_ahead else deepcopy(private_resume_api.loader_states(trainer))
+    def on_load_checkpoint(
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", checkpoint: dict[str, Any]
+    ) -> None:
+        """Has loaders made of the epoch in which they were made."""
+        made_in = checkpoint.get(_LOADERS_KEY)
+        if trainer.state.fn == TrainerFn.FITTING and made_in is not None and not self.is_tuning:
+            kind = Schema("two epochs", lambda value: isinstance(value, list) and len(value) == 2)
+            made_in = checked_state({"epochs": made_in}, {"epochs": kind}, "the loaders")["epochs"]
+            private_resume_api.make_loaders_of(trainer, made_in)
 
 
 def saves_on_exception(trainer: "pl.Trainer") -> bool:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_mp.core.devices import accumulation_dtype
 from lightning_mp.core.ranks import world_size
-from lightning_mp.gradients.gradient_ops import accumulation_dtype
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.counter import AccumulationTotals, TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, Weighting

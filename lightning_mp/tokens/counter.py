@@ -2,15 +2,14 @@
 
 from collections import deque
 from dataclasses import asdict, dataclass, fields
-from operator import sub
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_mp.core.devices import accumulation_dtype
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.saved_state import COUNT, checked_state
-from lightning_mp.gradients.gradient_ops import accumulation_dtype
 
 #: Entries of a counter's state that are parts of its ``tokens``.
 _PARTS = ("skipped_tokens", "repeated_tokens", "last_window_tokens")
@@ -189,38 +188,3 @@ class TokenCounter:
         self._unread.clear()
         for name in names:
             setattr(self, name, state[name])
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCounterDelta:
-    """Sums over all ranks since the last call."""
-
-    windows: int  # accumulation windows read
-    input_tokens: int  # tokens shown to the model, padding included
-    nonpad_tokens: int  # those of them that an attention mask does not hide
-    # those again without the ones of skipped steps. Negative where a step turns out to be skipped after its tokens were
-    # read
-    useful_tokens: int
-
-
-class TokenCounterDeltas:
-    """Differences of a counter. A budget counts skipped tokens by their labels; here they count in full."""
-
-    def __init__(self, counter: TokenCounter) -> None:
-        self._counter = counter
-        self._seen = self._look()
-
-    @property
-    def any(self) -> bool:
-        """Whether there is something new."""
-        return self._look() != self._seen
-
-    def take(self) -> TokenCounterDelta:
-        """Returns what is new since the last call."""
-        before, self._seen = self._seen, self._look()
-        windows, input_tokens, nonpad_tokens, skipped_tokens = map(sub, self._seen, before)
-        return TokenCounterDelta(windows, input_tokens, nonpad_tokens, nonpad_tokens - skipped_tokens)
-
-    def _look(self) -> tuple[int, int, int, int]:
-        counter = self._counter
-        return counter.windows, counter.input_tokens, counter.nonpad_tokens, counter.skipped_nonpad_tokens

@@ -50,6 +50,29 @@ class Weighting:
         if self.count is not None and not callable(self.count):
             raise ValueError(f"count={self.count!r} must be a function from a batch to its number of tokens.")
 
+    def joined_by(
+        self,
+        weight_by: WeightBy | None,
+        count: CountFunction | None,
+        *,
+        count_weighs: bool = False,
+        input_count: CountFunction | None = None,
+    ) -> "Weighting":
+        """The weighting of several callbacks, with what one more of them requests.
+
+        Micro-batches are weighted by ``weight_by``, or only counted with None. ``count`` counts tokens in place of
+        labels; with ``count_weighs`` it also says what micro-batches weigh. ``input_count`` is a monitor's, which
+        changes neither.
+        """
+        if count is not None and self.count is not None and self.count is not count:
+            raise MisconfigurationException("Two callbacks count tokens with different count= functions; use one.")
+        return Weighting(
+            self.weight_by if self.weight_by not in (None, "auto") or weight_by is None else weight_by,
+            self.count if self.count is not None else count,
+            self.count_weighs or (count_weighs and count is not None),
+            self.input_count if self.input_count is not None else input_count,
+        )
+
     def resolved(
         self,
         first_batch: Any,

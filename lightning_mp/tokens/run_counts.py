@@ -4,7 +4,10 @@ The accumulation controller and ``ChinchillaBudget`` derive from these two, so t
 this module alone.
 """
 
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import sub
+from typing import TYPE_CHECKING, Any, Self
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -27,6 +30,10 @@ class RunCounts(Callback):
     def of(cls, trainer: "pl.Trainer") -> Self | None:
         """The one that is active for this Trainer, if any."""
         return RunState.of(trainer).callback(cls)
+
+    def at_first_batch(self, function: Callable[[Any], None]) -> None:
+        """Calls ``function`` in this fit with its first micro-batch, once that is measured and its window is open."""
+        raise NotImplementedError
 
     @property
     def is_open(self) -> bool:
@@ -52,6 +59,41 @@ class RunCounts(Callback):
     def loss_factor(self) -> float | Tensor:
         """Factor of the current micro-batch's loss, in addition to Lightning's division."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounterDelta:
+    """Sums over all ranks since the last call."""
+
+    windows: int  # accumulation windows read
+    input_tokens: int  # tokens shown to the model, padding included
+    nonpad_tokens: int  # those of them that an attention mask does not hide
+    # those again without the ones of skipped steps. Negative where a step turns out to be skipped after its tokens were
+    # read
+    useful_tokens: int
+
+
+class TokenCounterDeltas:
+    """Differences of a counter. A budget counts skipped tokens by their labels; here they count in full."""
+
+    def __init__(self, counter: "TokenCounter") -> None:
+        self._counter = counter
+        self._seen = self._look()
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something new."""
+        return self._look() != self._seen
+
+    def take(self) -> TokenCounterDelta:
+        """Returns what is new since the last call."""
+        before, self._seen = self._seen, self._look()
+        windows, input_tokens, nonpad_tokens, skipped_tokens = map(sub, self._seen, before)
+        return TokenCounterDelta(windows, input_tokens, nonpad_tokens, nonpad_tokens - skipped_tokens)
+
+    def _look(self) -> tuple[int, int, int, int]:
+        counter = self._counter
+        return counter.windows, counter.input_tokens, counter.nonpad_tokens, counter.skipped_nonpad_tokens
 
 
 class RunBudget(Callback):

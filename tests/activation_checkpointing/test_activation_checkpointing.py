@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from checkpointed_models import DropBlock, LateStack, Stack, assert_same, fit, taken
@@ -21,26 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
-from lightning_mp.language_model.gpt import GPT, Block, GPTConfig
 
 
 class Validated(Stack):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.training_step(batch, batch_idx)
-
-
-class GPTModule(pl.LightningModule):
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = GPT(GPTConfig(layers=blocks, heads=2, width=32, block_tokens=16, vocab=17))
-        self.gradients: list[list[Tensor]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.model(batch).flatten(0, 1).float(), batch.flatten())
-
-    on_before_optimizer_step = Stack.on_before_optimizer_step
-    configure_optimizers = Stack.configure_optimizers
 
 
 def runs(module: Stack) -> list[int]:
@@ -140,11 +124,6 @@ def test_hugging_face_models(name: str, kind: str) -> None:
     assert len(callback.module_names) == 2
     assert module.losses == reference.losses
     assert_same(module, reference)
-
-
-def test_the_demo_gpt() -> None:
-    tokens = loader(list(torch.randint(17, (3, 2, 16))))
-    assert_same(fit(GPTModule(), taken(Block), batches=tokens), fit(GPTModule(), batches=tokens))
 
 
 def test_forwards_without_gradients_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

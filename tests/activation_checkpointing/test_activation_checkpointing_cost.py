@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import Callback
 from small_models import loader, quiet_trainer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import AutocastPrecision
 from lightning_mp.activation_checkpointing.cost import RecomputeReport, StorageBytes
@@ -67,14 +66,6 @@ def held_and_peak(report: RecomputeReport) -> tuple[int, int]:
 
 
 # -- Chen et al. 2016, section 4: a chain of L blocks, a bytes saved in each, b of them the input ---------------------
-
-
-def test_every_block() -> None:
-    r"""Held: the inputs, :math:`L b`. Peak: one block besides, :math:`L b + (a - b)`."""
-    report = report_of(Chain(), ChainBlock)
-    assert report.saved_bytes_without == BLOCKS * A
-    assert held_and_peak(report) == (BLOCKS * B, BLOCKS * B + (A - B))
-    assert report.calls == BLOCKS
 
 
 @pytest.mark.quick_cases(3)
@@ -173,22 +164,6 @@ def test_the_second_run_stops_early() -> None:
     assert plain_flops == (3 * 3 * 2 - 1) * 4 * PRODUCT
 
 
-def test_flops_are_those_of_torchs_own_counter() -> None:
-    class Count(Callback):
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.mode = FlopCounterMode(display=False)
-            self.mode.__enter__()
-
-        def on_after_backward(self, *_: Any) -> None:
-            self.mode.__exit__(None, None, None)
-
-    reference, callback = Count(), ActivationCheckpointing(Feedforward)
-    quiet_trainer(callbacks=[reference]).fit(FeedforwardChain(), batches(1))
-    quiet_trainer(callbacks=[callback]).fit(FeedforwardChain(), batches(1))
-    assert callback.report is not None
-    assert callback.report.step_flops - callback.report.recompute_flops == reference.mode.get_total_flops()
-
-
 # -- when and how it is told -------------------------------------------------------------------------------------------
 
 
@@ -250,28 +225,3 @@ def test_16_bit_halves_what_is_saved() -> None:
     assert callback.report is not None
     assert callback.report.recompute_flops == reference.recompute_flops
     assert callback.report.saved_bytes < reference.saved_bytes
-
-
-def test_attention_on_the_cpu_is_counted() -> None:
-    """torch's own counter has no formula for this kernel."""
-    rows, heads, tokens, size = 2, 2, 6, 4
-
-    class Attending(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            # What follows asks for the result, so the second run cannot stop before it.
-            return nn.functional.scaled_dot_product_attention(x, x, x).exp()
-
-    class Module(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.segments = nn.ModuleList([Attending()])
-            self.start = nn.Parameter(torch.zeros(size))
-
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            attended: Tensor = self.segments[0](batch + self.start)
-            return attended.sum()
-
-    report = report_of(Module(), Attending, data=loader([torch.randn(rows, heads, tokens, size)]))
-    product = 2 * rows * heads * tokens * tokens * size
-    assert report.recompute_flops == 2 * product  # scores, and the mean of values
-    assert report.step_flops == (2 + 2 + 5) * product

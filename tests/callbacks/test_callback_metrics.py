@@ -29,8 +29,6 @@ from lightning_mp import (
     MFUMonitor,
     OverflowMonitor,
 )
-from lightning_mp.callbacks._metrics import BATCH_HOOKS, CallbackMetrics
-from lightning_mp.core.private_trainer_api import callbacks_of
 
 SKIPPED = [2, 5]
 
@@ -187,21 +185,6 @@ def test_monitors_find_the_numbers(tmp_path: Path) -> None:
     assert trainer.current_epoch == 2
     rates = {int(path.rsplit("step=")[-1][:-5]): float(rate) for path, rate in kept.best_k_models.items()}
     assert rates[4] == pytest.approx(1 / 3, abs=1e-6)
-
-
-def test_everything_is_as_before_after_a_fit_and_after_an_error() -> None:
-    class Fails(Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            raise RuntimeError
-
-    monitor, bar = OverflowMonitor(), TQDM()
-    trainer = fit(monitor, bar, enable_progress_bar=True, steps=4)
-    assert not {*BATCH_HOOKS} & {*vars(monitor)}
-    assert not [callback for callback in callbacks_of(trainer) if isinstance(callback, CallbackMetrics)]
-    with pytest.raises(RuntimeError):
-        fit(monitor, bar, Fails(), enable_progress_bar=True, steps=4)
-    assert not {*BATCH_HOOKS} & {*vars(monitor)}
-    assert "get_metrics" not in vars(bar)
 
 
 def test_a_subclass_keeps_its_own_hooks() -> None:

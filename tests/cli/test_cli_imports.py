@@ -1,5 +1,6 @@
 """The command line imports torch where a command needs it, and then all of the package."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,4 +78,14 @@ def test_every_command_has_a_line_and_options(name: str, capsys: pytest.CaptureF
             main(words)
         assert ended.value.code == 0
         output = " ".join(capsys.readouterr().out.split())
-        assert _COMMANDS[name][0] in output if words == ["--help"] else "example" in output
+        if words == ["--help"]:
+            assert _COMMANDS[name][0] in output
+        else:
+            assert re.search(f"examples?: lightning-mp {name}", output)
+            assert "--json" in output or name == "consolidate"  # which makes a file
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("lightning-mp ")

@@ -297,23 +297,6 @@ def _parsed_only(parser, words):
     return parsed
 
 
-def test_every_verb_has_examples_and_json(capsys):
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out.startswith("lightning-mp ")
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    verbs = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
-    assert {"demo", "plan", "advise", "memory", "formats", "fit", "bits"} <= set(verbs)
-    for verb in verbs:
-        with pytest.raises(SystemExit) as exit_info:
-            main([verb, "--help"])
-        printed = capsys.readouterr().out
-        assert exit_info.value.code == 0
-        assert f"examples:\n  lightning-mp {verb}" in printed, verb
-        assert "--json" in printed, verb
-
-
 def test_the_width_of_a_head_can_be_told(capsys):
     assert content(capsys, "memory --layers 2 --width 100 --heads 3 --head-width 32 --vocab 10")["total_bytes"] > 0
 

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_mp import AutocastPrecision, LossScaler, compare_precisions
-from lightning_mp.comparison.paired_runs import FinishedRun
 from lightning_mp.comparison.precisions import plugin_factories
 from lightning_mp.comparison.trial import Experiment, TrainingData, run_trial
 
@@ -394,8 +393,3 @@ def test_gradients_that_differ_by_chance_are_not_compared():
     found = compare_precisions(NoisyModel, torch.ones(2, 32), rounds=1, accelerator="cpu")
     assert found.gradient_reference.startswith("none (fp32 differs by ")
     assert {cost.gradient_error for cost in found.costs.values()} == {None}
-
-
-def test_runs_survive_their_file():
-    run = FinishedRun("a", 0, 1 / 3, (0.1, 2.0), 4, 0.5, "w", "d")
-    assert FinishedRun.from_json(json.loads(json.dumps(run.to_json()))) == run

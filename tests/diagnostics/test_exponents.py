@@ -18,7 +18,6 @@ from lightning_mp.diagnostics.underflow.exponents import (
     ExponentHistogram,
     ExponentTable,
     count_exponents,
-    narrow_format,
     suggested_scale,
 )
 
@@ -220,8 +219,3 @@ def test_table_keeps_rows_apart() -> None:
     rows = ExponentTable.decode(table.names, table.vector().tolist())
     both = ExponentHistogram.sum_of([ExponentHistogram.of(first, 4.0), ExponentHistogram.of(third)])
     assert rows == {"a": both, "b": ExponentHistogram.of(second), "never": ExponentHistogram()}
-
-
-def test_narrow_formats_are_taken() -> None:
-    for allowed in NARROW:
-        assert narrow_format(allowed).name == allowed

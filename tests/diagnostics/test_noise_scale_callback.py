@@ -410,39 +410,6 @@ class _Cost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class MeasureCost(Callback):
-    """Norm passes over the gradients, and waits of the host, of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[float, int]] = []
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.mode = _Cost(pl_module)
-        self.mode.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step > len(self.steps):
-            self.steps.append((self.mode.norm_bytes / self.mode.parameter_bytes, self.mode.waits))
-            self.mode.norm_bytes = self.mode.waits = 0
-
-    def on_train_end(self, *_: Any) -> None:
-        self.mode.__exit__(None, None, None)
-
-
-@pytest.mark.parametrize(("name", "passes"), [("fp16", 1), ("stock fp32", 2)])
-def test_one_pass_per_step_and_no_wait(name: str, passes: int) -> None:
-    """One small norm; the large one is there already with our plugins, and one more pass with stock ones."""
-    costs = []
-    for callbacks in ([], [GradientNoiseScale()]):
-        cost = MeasureCost()
-        trainer = quiet_trainer(callbacks=[*callbacks, cost], plugins=PLUGINS[name](), accumulate_grad_batches=4)
-        trainer.fit(Regression(still_fused), loader(regression_batches(16)))
-        costs.append(cost.steps)
-    for (norms_without, waits_without), (norms, waits) in zip(*costs, strict=True):
-        assert norms - norms_without == passes
-        assert waits == waits_without
-
-
 def operations_per_window(layers: int, callbacks: list[Callback], plugins: list[Any]) -> int:
     class Deep(Regression):
         def __init__(self) -> None:

@@ -3,7 +3,6 @@
 import math
 import random
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,108 +53,49 @@ def spoil_weight(module: Planted, batch: Any) -> None:
     module.body[1].up.weight.data[0, 0] = INF
 
 
-@dataclass
-class Case:
-    phase: str
-    module: str
-    tensor: str
-    verdict: str
-    model: Any
-    finite_scale: float | None = None
-    finite_in_fp32: bool | None = None
+def forward(factor: float = 1e6, **settings: Any) -> Any:
+    return partial(Planted, partial(TimesInForward, factor=factor), **settings)
+
+
+def backward(factor: float = INF, **settings: Any) -> Any:
+    return partial(Planted, partial(TimesInBackward, factor=factor), **settings)
+
+
+def loss(spoil: Any) -> Any:
+    return partial(Planted, identity, spoil_loss=spoil)
 
 
 PLACE = "body.1.place"
-PLANTED = {
-    "forward, too large for fp16": Case(
-        "forward", PLACE, "output", "range", partial(Planted, partial(TimesInForward, factor=1e6)), None, True
+OUTPUT, SOFTMAX = (PLACE, "output"), (PLACE, "argument 'input' of body.1.place.softmax")
+GRADIENT, OF_LOSS = (PLACE, "gradient of argument 'x'"), ("", "gradient of output of criterion")
+# name: the module, then phase, module and tensor, verdict, whether fp32 is finite, whether a lower scale is.
+PLANTED: dict[str, tuple[Any, str, tuple[str, str], str, bool | None, bool]] = {
+    "forward, too large for fp16": (forward(), "forward", OUTPUT, "range", True, False),
+    "forward, log of zero": (partial(Planted, LogOfZero), "forward", OUTPUT, "model", False, False),
+    "forward, attention scores": (partial(Planted, Attention), "forward", SOFTMAX, "range", True, False),
+    "loss, in the training step": (loss(lambda loss: loss / 0), "loss", ("", "the loss"), "model", False, False),
+    "loss, minus infinity": (loss(lambda loss: loss * -INF), "loss", ("", "the loss"), "model", False, False),
+    "backward, loss scale too high": (backward(2e4), "backward", GRADIENT, "scale", None, True),
+    "backward, too large for fp16 at scale 1": (backward(1e10), "backward", GRADIENT, "range", True, False),
+    "backward, custom function": (backward(), "backward", GRADIENT, "model", False, False),
+    "backward, root of zero": (partial(Planted, RootOfZero), "backward", GRADIENT, "model", False, False),
+    "backward, of the loss": (
+        loss(lambda loss: loss + (loss.detach() * 0 + 0 * loss).sqrt()),
+        *("backward", OF_LOSS, "model", False, False),
     ),
-    "forward, log of zero": Case("forward", PLACE, "output", "model", partial(Planted, LogOfZero), None, False),
-    "forward, attention scores": Case(
-        "forward", PLACE, "argument 'input' of body.1.place.softmax", "range", partial(Planted, Attention), None, True
+    "data": (partial(Planted, identity, spoil=spoil_input), "data", ("", "batch[0]"), "data", None, False),
+    "weights": (
+        partial(Planted, identity, spoil=spoil_weight),
+        *("weights", ("body.1.up", "weight"), "weights", None, False),
     ),
-    "loss, in the training step": Case(
-        "loss", "", "the loss", "model", partial(Planted, identity, spoil_loss=lambda loss: loss / 0), None, False
-    ),
-    "loss, minus infinity": Case(
-        "loss", "", "the loss", "model", partial(Planted, identity, spoil_loss=lambda loss: loss * -INF), None, False
-    ),
-    "backward, loss scale too high": Case(
-        "backward",
-        PLACE,
-        "gradient of argument 'x'",
-        "scale",
-        partial(Planted, partial(TimesInBackward, factor=2e4)),
-        0,
-    ),
-    "backward, too large for fp16 at scale 1": Case(
-        "backward",
-        PLACE,
-        "gradient of argument 'x'",
-        "range",
-        partial(Planted, partial(TimesInBackward, factor=1e10)),
-        None,
-        True,
-    ),
-    "backward, custom function": Case(
-        "backward",
-        PLACE,
-        "gradient of argument 'x'",
-        "model",
-        partial(Planted, partial(TimesInBackward, factor=INF)),
-        None,
-        False,
-    ),
-    "backward, root of zero": Case(
-        "backward", PLACE, "gradient of argument 'x'", "model", partial(Planted, RootOfZero), None, False
-    ),
-    "backward, of the loss": Case(
-        "backward",
-        "",
-        "gradient of output of criterion",
-        "model",
-        partial(Planted, identity, spoil_loss=lambda loss: loss + (loss.detach() * 0 + 0 * loss).sqrt()),
-        None,
-        False,
-    ),
-    "data": Case("data", "", "batch[0]", "data", partial(Planted, identity, spoil=spoil_input)),
-    "weights": Case("weights", "body.1.up", "weight", "weights", partial(Planted, identity, spoil=spoil_weight)),
-    "behind a checkpoint, forward": Case(
-        "forward",
-        PLACE,
-        "output",
-        "range",
-        partial(Planted, partial(TimesInForward, factor=1e6), reentrant=False),
-        None,
-        True,
-    ),
-    "behind a checkpoint, backward": Case(
-        "backward",
-        PLACE,
-        "gradient of argument 'x'",
-        "model",
-        partial(Planted, partial(TimesInBackward, factor=INF), reentrant=False),
-        None,
-        False,
-    ),
-    "behind a reentrant checkpoint, forward": Case(
-        "forward",
-        PLACE,
-        "output",
-        "range",
-        partial(Planted, partial(TimesInForward, factor=1e6), reentrant=True),
-        None,
-        True,
-    ),
-    "behind a reentrant checkpoint, backward": Case(
-        "backward",
-        PLACE,
-        "gradient of argument 'x'",
-        "model",
-        partial(Planted, partial(TimesInBackward, factor=INF), reentrant=True),
-        None,
-        False,
-    ),
+    **{
+        f"behind a {name}, {phase}": (make(reentrant=reentrant), phase, place, verdict, verdict == "range", False)
+        for name, reentrant in (("checkpoint", False), ("reentrant checkpoint", True))
+        for phase, make, place, verdict in (
+            ("forward", forward, OUTPUT, "range"),
+            ("backward", backward, GRADIENT, "model"),
+        )
+    },
 }
 
 
@@ -167,37 +107,25 @@ def fit(module: Any, plugin: Any, tmp_path: Path, num_batches: int = 4, **argume
     return post_mortem
 
 
-def check(post_mortem: OverflowPostMortem, case: Case) -> None:
-    report = post_mortem.reports[0]
-    assert report.step_index == 2
-    assert report.note == ""
-    assert len(report.findings) == 1, report
-    finding = report.findings[0]
-    first = finding.first_overflow
-    assert (first.phase, first.module, first.tensor) == (
-        case.phase,
-        case.module,
-        case.tensor,
-    ), report
-    assert (finding.verdict, finding.finite_in_fp32) == (case.verdict, case.finite_in_fp32), report
-    assert (finding.finite_scale is not None) == (case.finite_scale is not None)
-    assert (finding.batch_idx, finding.rank) == (2, 0)
-
-
-@pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_overflows_are_named(name: str, optimizer: Any, tmp_path: Path) -> None:
-    case = PLANTED[name]
-    check(fit(case.model(optimizer=optimizer), ours(), tmp_path), case)
-
-
 @pytest.mark.parametrize("optimizer", [adamw, fused_adamw], ids=["unfused", "fused"])
 @pytest.mark.parametrize(
-    "name", ["forward, too large for fp16", "backward, loss scale too high", "loss, in the training step", "data"]
+    ("name", "plugin"),
+    [
+        *((name, ours) for name in PLANTED),
+        *((name, stock) for name in ("forward, too large for fp16", "backward, loss scale too high", "data")),
+        ("loss, in the training step", stock),
+    ],
 )
-def test_planted_overflows_are_named_with_stock_plugins(name: str, optimizer: Any, tmp_path: Path) -> None:
-    case = PLANTED[name]
-    check(fit(case.model(optimizer=optimizer), stock(), tmp_path), case)
+def test_planted_overflows_are_named(name: str, plugin: Any, optimizer: Any, tmp_path: Path) -> None:
+    make, phase, (module, tensor), verdict, finite_in_fp32, finite_below = PLANTED[name]
+    report = fit(make(optimizer=optimizer), plugin(), tmp_path).reports[0]
+    assert (report.step_index, report.note) == (2, "")
+    [finding] = report.findings
+    first = finding.first_overflow
+    assert (first.phase, first.module, first.tensor) == (phase, module, tensor), report
+    assert (finding.verdict, finding.finite_in_fp32) == (verdict, finite_in_fp32), report
+    assert (finding.finite_scale is not None) == finite_below
+    assert (finding.batch_idx, finding.rank) == (2, 0)
 
 
 def test_without_a_loss_scale(tmp_path: Path) -> None:
@@ -363,14 +291,6 @@ def test_a_sum_of_finite_gradients_that_does_not_fit(tmp_path: Path) -> None:
     assert "every gradient is finite, their sum is not" in str(post_mortem.reports[0])
     (finding,) = post_mortem.reports[0].findings
     assert (finding.verdict, finding.micro_batch, finding.first_overflow) == ("sum", 3, None)
-
-
-def test_weights_that_were_broken_all_along(tmp_path: Path) -> None:
-    module = Planted(identity, planted=[])
-    module.embedding.weight.data[:] = math.nan
-    report = fit(module, ours(), tmp_path, num_batches=1).reports[0]
-    assert report.findings[0].first_overflow.module == "embedding"
-    assert report.findings[0].verdict == "weights"
 
 
 def test_buffers_that_the_forward_spoilt_are_named(tmp_path: Path) -> None:

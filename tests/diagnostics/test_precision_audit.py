@@ -11,7 +11,6 @@ from audit_models import CLASSES, WIDTH, InFp64, Known, Mix, audited, batches, f
 from huggingface_models import project
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -389,11 +388,6 @@ def test_a_module_that_returns_its_own_weight_keeps_no_hook_on_it() -> None:
     report = audit_step(model, lambda: model().sum().backward())
     assert report.modules[0].output_gradients == report.modules[0].weight_gradients == ("fp32",)
     assert what_is_left(model) == 0
-
-
-def test_another_trainer_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match="PrecisionAudit is a callback for lightning.pytorch.Trainer"):
-        PrecisionAudit().setup(object(), Known(), "fit")  # type: ignore[arg-type]
 
 
 def test_beside_fused_optimizers_and_skipped_steps() -> None:

@@ -123,6 +123,15 @@ def fp16() -> dict[str, Any]:
     return {"plugins": [AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=256.0), policy=DEFAULT)]}
 
 
+def not_active(precision: str) -> list[tuple[str, tuple[str, ...], str]]:
+    text = f"Mixed precision is not active: every product ran in fp32 in a {precision} run"
+    return [("not_active", ("first", "middle", "mix", "last"), text)]
+
+
+ODD_SIZES = [
+    ("tensor_cores", ("first",), "out_features is 100, not a multiple of 8: first."),
+    ("tensor_cores", ("middle",), "in_features is 100, not a multiple of 8: middle."),
+]
 HEAD_IN_FP32 = PrecisionPolicy([("middle.inner", "fp32"), *DEFAULT.rules])
 
 # name: what is planted, the run, and all findings there should be: kind, modules, a part of the text.
@@ -131,9 +140,7 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
     "autocast off in one module": (
         put("middle", WithoutAutocast),
         lambda: bf16(None),
-        [
-            ("fp32_matmul", ("middle.inner",), "addmm ran in fp32 in a bf16-mixed run: middle.inner."),
-        ],
+        [("fp32_matmul", ("middle.inner",), "addmm ran in fp32 in a bf16-mixed run: middle.inner.")],
     ),
     "autocast off in a module of which a policy asks 16 bit": (
         put("middle", WithoutAutocast),
@@ -143,35 +150,17 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
     "autocast off everywhere": (
         everything_without_autocast,
         lambda: {"precision": "bf16-mixed"},
-        [
-            (
-                "not_active",
-                ("first", "middle", "mix", "last"),
-                "Mixed precision is not active: every product ran in fp32 in a bf16-mixed run",
-            )
-        ],
+        not_active("bf16-mixed"),
     ),
     "autocast off everywhere, under a policy": (
         everything_without_autocast,
         bf16,
-        [
-            (
-                "not_active",
-                ("first", "middle", "mix", "last"),
-                "Mixed precision is not active: every product ran in fp32 in a bf16-mixed run",
-            )
-        ],
+        not_active("bf16-mixed"),
     ),
     "autocast off everywhere, 16-mixed": (
         everything_without_autocast,
         lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", LossScaler(init_scale=256.0))]},
-        [
-            (
-                "not_active",
-                ("first", "middle", "mix", "last"),
-                "Mixed precision is not active: every product ran in fp32 in a 16-mixed run",
-            )
-        ],
+        not_active("16-mixed"),
     ),
     "a module that the policy keeps in fp32, called aside": (
         put("middle", CalledAside),
@@ -235,19 +224,13 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
     "an odd size": (
         resize,
         bf16,
-        [
-            ("tensor_cores", ("first",), "out_features is 100, not a multiple of 8: first."),
-            ("tensor_cores", ("middle",), "in_features is 100, not a multiple of 8: middle."),
-        ],
+        ODD_SIZES,
     ),
     "an odd size in fp32": (resize, dict, []),
     "16-bit weights": (
         resize,
         lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]},
-        [
-            ("tensor_cores", ("first",), "out_features is 100, not a multiple of 8: first."),
-            ("tensor_cores", ("middle",), "in_features is 100, not a multiple of 8: middle."),
-        ],
+        ODD_SIZES,
     ),
 }
 

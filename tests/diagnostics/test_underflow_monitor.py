@@ -12,7 +12,6 @@ from gradient_counter import VIEWS, CountGradientTraffic
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -494,27 +493,3 @@ def test_a_checkpoint_in_the_middle_settles_the_observation_under_way(tmp_path: 
     fit(monitor, callbacks=[Save()])
     state = torch.load(tmp_path / "middle.ckpt", weights_only=True)["callbacks"][monitor.state_key]
     assert [s["gradients"]["step_index"] for s in state["history"]] == [0, 1, 2]
-
-
-def test_formats_can_be_given_by_dtype() -> None:
-    assert UnderflowMonitor(torch.float8_e5m2).format == "fp8_e5m2"
-    assert UnderflowMonitor(watch=["activations", "gradients"]).watch == ("activations", "gradients")
-
-
-def test_foreign_trainers_and_deepspeed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        MisconfigurationException, match=r"UnderflowMonitor is a callback for lightning.pytorch.Trainer"
-    ):
-        UnderflowMonitor().setup(object(), Regression(), "fit")
-    trainer = quiet_trainer()
-    monkeypatch.setattr("lightning_mp.callbacks.underflow_monitor.DeepSpeedStrategy", type(trainer.strategy))
-    with pytest.raises(MisconfigurationException, match=r"cannot be used with DeepSpeed, .* Use strategy='ddp' or"):
-        UnderflowMonitor().setup(trainer, Regression(), "fit")
-
-
-def test_what_was_seen_can_be_judged_by_any_format() -> None:
-    monitor = UnderflowMonitor("fp16", every_n_steps=1)
-    fit(monitor)
-    whole = monitor.latest.whole()
-    assert whole.fraction_lost("fp8_e4m3fn").zero > whole.fraction_lost("fp16").zero == 0
-    assert whole.fraction_lost("fp8_e5m2", scale=2.0**-10).zero > whole.fraction_lost("fp8_e5m2").zero

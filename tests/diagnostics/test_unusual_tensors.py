@@ -22,7 +22,7 @@ from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import why_unreadable
 from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
 from lightning_mp.diagnostics.underflow.watch import BackwardWatch
-from lightning_mp.flops.flop_counter import FlopTally
+from lightning_mp.flops.flop_tally import FlopTally
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 

@@ -61,12 +61,6 @@ def test_a_hydra_project_follows_its_schedule_to_its_budget() -> None:
     assert cfg == before
 
 
-def test_overrides_of_the_command_line_reach_the_schedule() -> None:
-    trainer, module, _ = train(config("windows.early=5", "accumulation.schedule.1_0=${windows.early}"))
-    assert module.trained_tokens == 120
-    assert trainer.global_step == 3
-
-
 @pytest.mark.parametrize(
     "written",
     [{"0": 1, "1_000": 4}, {0: 1, 1000: 4}, {"0": "1", "1000": "4"}, {"1000": 4, "0": 1}],
@@ -80,20 +74,3 @@ def test_a_dictconfig_is_a_schedule(written: dict[Any, Any]) -> None:
     assert list(schedule.items()) == [(0, 1), (1000, 4)]
     assert type(schedule) is dict
     assert {type(number) for pair in schedule.items() for number in pair} == {int}
-
-
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ({"0": 0}, r"schedule=\{'0': 0\}\): the entry '0': 0 is not valid\. A threshold is an integer from 0"),
-        ({"0": "many"}, r"the entry '0': 'many' is not valid.*a number of micro-batches an integer from 1"),
-        ({"0": 1.5}, r"the entry '0': 1\.5 is not valid"),
-        ({"0": None}, r"the entry '0': None is not valid"),
-        ({}, r"schedule=\{\}\): it must be a mapping.*for instance \{0: 1, 1000: 4\}"),
-        ([1, 4], r"schedule=\[1, 4\]\): it must be a mapping"),
-    ],
-)
-def test_a_wrong_config_is_refused_with_its_entry(written: Any, message: str) -> None:
-    node = OmegaConf.create({"schedule": written}).schedule
-    with pytest.raises(ValueError, match=message):
-        AccumulationScheduler(node)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lightning_mp.flops.flop_counter import FlopTally, count_flops
+from lightning_mp.flops.flop_counter import count_flops
+from lightning_mp.flops.flop_tally import FlopTally
 from lightning_mp.flops.operation_flops import operation_flops
 
 BATCH, TIME, SIZE, HIDDEN = 4, 6, 5, 7

@@ -23,7 +23,8 @@ from transformers import (
     MobileNetV2ForImageClassification,
 )
 
-from lightning_mp.flops.flop_counter import FlopCount, FlopTally, count_flops
+from lightning_mp.flops.flop_counter import count_flops
+from lightning_mp.flops.flop_tally import FlopCount, FlopTally
 from lightning_mp.flops.model_shape import far_above_count, matmul_parameters, module_flops_per_token
 from lightning_mp.flops.operation_flops import operation_flops, score_flops
 from lightning_mp.language_model import GPT, GPTConfig

@@ -1,45 +1,8 @@
 """FLOPs per token against an independent count and published figures."""
 
 import pytest
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy
-from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.planning import CONVENTIONS, flops_per_token, model_flops_utilization
-
-
-def matmul_parameters(config: GPTConfig) -> int:
-    """Blocks without norms, and the tied head; no position table."""
-    return 12 * config.layers * config.width**2 + config.vocab * config.width
-
-
-def counted_flops(config: GPTConfig, batch: int, tokens: int) -> int:
-    """Forward and backward with attention decomposed into matmuls, as torch counts them."""
-    model = GPT(config)
-    ids = torch.randint(0, config.vocab, (batch, tokens))
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
-    return int(counter.get_total_flops())
-
-
-@pytest.mark.parametrize("tokens", [16, 40])
-@pytest.mark.parametrize(
-    "config", [GPTConfig(2, 2, 32, block_tokens=40), GPTConfig(3, 4, 48, block_tokens=64, vocab=100)], ids=str
-)
-def test_palm_convention_equals_the_flop_counter_exactly(config: GPTConfig, tokens: int) -> None:
-    batch = 3
-    per_token = flops_per_token(
-        matmul_parameters(config), layers=config.layers, width=config.width, context_tokens=tokens, convention="palm"
-    )
-    assert counted_flops(config, batch, tokens) == batch * tokens * per_token
-
-
-def test_matmul_parameters_are_all_but_norms_and_positions() -> None:
-    config = GPTConfig(3, 4, 48, block_tokens=64, vocab=100)
-    norms_and_positions = (2 * config.layers + 1) * config.width + config.block_tokens * config.width
-    assert matmul_parameters(config) == config.parameters - norms_and_positions
 
 
 def test_conventions_differ_by_the_attention_term_alone() -> None:

@@ -7,7 +7,6 @@ from importlib import resources
 import pytest
 import torch
 
-from lightning_mp.flops import hardware
 from lightning_mp.flops.hardware import matmul_format
 from lightning_mp.planning import Chip, find_chip, known_chips, peak_flops
 
@@ -190,12 +189,6 @@ def test_figures_were_looked_up_a_second_time_or_are_listed_by_name() -> None:
     assert {chip.name for chip in known_chips() if not chip.checked} == UNCHECKED
     for chip in known_chips():
         assert re.fullmatch(r"(20\d\d-(0[1-9]|1[0-2]))?", chip.checked), chip.name
-
-
-def test_a_row_without_a_second_look_is_loaded_as_unchecked() -> None:
-    row = {"chip": "X", "device_name_pattern": "X", "fp32": "1", "tf32": "", "bf16": "", "fp16": "", "fp8": ""}
-    assert hardware._chip_from_row({**row, "source": "", "checked": ""}).checked == ""
-    assert hardware._chip_from_row({**row, "source": "", "checked": "2026-11"}).checked == "2026-11"
 
 
 @pytest.mark.parametrize(

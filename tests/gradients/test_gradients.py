@@ -10,7 +10,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp.core.devices import sent_to
+from lightning_mp.core.devices import accumulation_dtype, sent_to
+from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import fused_step
 from lightning_mp.gradients.replication import GradientReplication
@@ -161,14 +162,14 @@ def test_square_sum_holds_sums_that_do_not_fit_into_single_precision():
 
 def test_on_one_process_the_sum_over_ranks_is_the_tensor_itself():
     values = torch.tensor([1.0, 2.0])
-    assert gradient_ops.sum_over_ranks_(values) is values
+    assert sum_over_ranks_(values) is values
     assert values.tolist() == [1.0, 2.0]
 
 
 def test_sums_are_kept_in_double_precision_but_on_mps():
-    assert gradient_ops.accumulation_dtype(torch.device("cpu")) == torch.float64
-    assert gradient_ops.accumulation_dtype(torch.device("cuda", 0)) == torch.float64
-    assert gradient_ops.accumulation_dtype(torch.device("mps")) == torch.float32
+    assert accumulation_dtype(torch.device("cpu")) == torch.float64
+    assert accumulation_dtype(torch.device("cuda", 0)) == torch.float64
+    assert accumulation_dtype(torch.device("mps")) == torch.float32
 
 
 # -- non-finite --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.optimizer_step.loss_scaler import LossScaler
 
@@ -109,7 +110,7 @@ def global_norm(parameters, world_size):
         gradient_ops.replicas(p.grad, ranks_per_parameter=world_size, plain_replicas=world_size) for p in parameters
     ]
     squares = gradient_ops.square_sum(gradient_ops.shard_norms(shards), copies)
-    return gradient_ops.sum_over_ranks_(squares).sqrt()
+    return sum_over_ranks_(squares).sqrt()
 
 
 def on_ranks(layout, function):

@@ -3,7 +3,6 @@
 from typing import Any
 
 import huggingface_models as hf
-import jsonargparse
 import numpy as np
 import pytest
 import torch
@@ -13,7 +12,6 @@ from small_models import TokenModel, fit, loader, quiet_trainer, token_batches
 from transformers import BatchEncoding, LlavaConfig, LlavaForConditionalGeneration
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget
-from lightning_mp.tokens.loss_weighting import CountFunction
 
 # the projects' schedule is not what is tested here, and longer than a budget of some steps
 pytestmark = pytest.mark.filterwarnings("ignore:ChinchillaBudget. LambdaLR.num_training_steps=100. plans many more")
@@ -83,16 +81,6 @@ def test_a_first_micro_batch_of_one_token_can_be_landed_on() -> None:
 
 def test_schedules_with_numpy_integers() -> None:
     assert AccumulationScheduler({np.int64(0): np.int64(2)}).schedule == {0: 2}  # type: ignore[dict-item]
-
-
-def count_nothing(batch: object) -> int:
-    return 1
-
-
-def test_a_count_function_can_be_named_in_yaml() -> None:
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--count", type=CountFunction)
-    assert parser.parse_args([f"--count={__name__}.count_nothing"]).count is count_nothing
 
 
 def test_a_plugin_forgets_the_device_of_its_last_trainer() -> None:

@@ -5,7 +5,6 @@ changes no weight, leaves no file and no trace on its Trainer.
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from lightning_mp import (
     MasterWeightsPrecision,
     OverflowMonitor,
     TF32Precision,
+    UnderflowMonitor,
 )
 
 
@@ -40,7 +40,129 @@ class Manual(StepsByHand, TokenModel):
     pass
 
 
-# -- the plugin --------------------------------------------------------------------------------------------------------
+def bf16() -> AutocastPrecision:
+    return AutocastPrecision("bf16-mixed")
+
+
+def fp16() -> AutocastPrecision:
+    return AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=256.0))
+
+
+def count(batch: Any) -> int:
+    return int((batch[1] != -100).sum())
+
+
+def count_otherwise(batch: Any) -> int:
+    return 1
+
+
+def scheduler(*thresholds: int, **settings: Any) -> AccumulationScheduler:
+    return AccumulationScheduler(
+        {threshold: number for number, threshold in enumerate(thresholds, start=2)}, **settings
+    )
+
+
+#: What is refused: the words, the module and the arguments of the Trainer; and what to do instead, which trains.
+REFUSED: dict[str, tuple[str, Any, Any, list[tuple[Any, Any]]]] = {
+    "another device": (
+        "AutocastPrecision(device='cuda') but the Trainer runs on 'cpu': nothing would be cast."
+        " Leave device out, or give 'cpu'.",
+        TokenModel,
+        lambda: {"plugins": [AutocastPrecision("bf16-mixed", device="cuda")]},
+        [
+            (TokenModel, lambda: {"plugins": [bf16()]}),
+            (TokenModel, lambda: {"plugins": [AutocastPrecision("bf16-mixed", device="cpu")]}),
+        ],
+    ),
+    "LBFGS with a loss scale": (
+        "AutocastPrecision('16-mixed') cannot be used with LBFGS, which evaluates the loss several times in one step:"
+        " its own evaluations would be scaled, and could not be unscaled. Use a precision without a loss"
+        " scale ('bf16-mixed', 'bf16-true' or '32-true'), or another optimizer.",
+        Lbfgs,
+        lambda: {"plugins": [fp16()]},
+        [
+            (Lbfgs, lambda: {"plugins": [bf16()]}),
+            (Lbfgs, lambda: {"precision": "32-true", "callbacks": [OverflowMonitor()]}),
+            (TokenModel, lambda: {"plugins": [fp16()]}),
+        ],
+    ),
+    "two lengths of a window": (
+        "Trainer(accumulate_grad_batches=2) and an AccumulationScheduler both set the number of micro-batches per"
+        " optimizer step. Leave accumulate_grad_batches out, or remove the callback.",
+        TokenModel,
+        lambda: {"accumulate_grad_batches": 2, "callbacks": [scheduler(0)]},
+        [
+            (TokenModel, lambda: {"callbacks": [scheduler(0)]}),
+            (TokenModel, lambda: {"accumulate_grad_batches": 2}),
+        ],
+    ),
+    "Lightning's scheduler beside ours": (
+        "AccumulationScheduler and GradientAccumulationScheduler both set accumulate_grad_batches. Remove the latter"
+        " and give its schedule to lightning_mp.AccumulationScheduler.",
+        TokenModel,
+        lambda: {"callbacks": [scheduler(0), GradientAccumulationScheduler({0: 2})]},
+        [(TokenModel, lambda: {"callbacks": [GradientAccumulationScheduler({0: 2})]})],
+    ),
+    "D51, StochasticWeightAveraging": (
+        "AccumulationScheduler cannot be used with StochasticWeightAveraging, which sets accumulate_grad_batches itself"
+        " and steps the optimizer while it renews batch norms. Remove one of them; EMAWeightAveraging works beside it.",
+        TokenModel,
+        lambda: {"max_epochs": 3, "callbacks": [StochasticWeightAveraging(1e-2), scheduler(0)]},
+        [
+            (TokenModel, lambda: {"callbacks": [EMAWeightAveraging(decay=0.9), scheduler(0)]}),
+            (TokenModel, lambda: {"max_epochs": 3, "callbacks": [StochasticWeightAveraging(1e-2)]}),
+        ],
+    ),
+    "two schedulers": (
+        "There are two AccumulationSchedulers; merge them into one schedule.",
+        TokenModel,
+        lambda: {"callbacks": [scheduler(0), scheduler(3)]},
+        [(TokenModel, lambda: {"callbacks": [scheduler(0, 3)]})],
+    ),
+    "two budgets": (
+        "There are two ChinchillaBudgets; a run has one budget. Remove one of them.",
+        TokenModel,
+        lambda: {"callbacks": [ChinchillaBudget(tokens=20), ChinchillaBudget(tokens=30)], "max_epochs": -1},
+        [],
+    ),
+    "two ways to count": (
+        "Two callbacks count tokens with different count= functions; use one.",
+        TokenModel,
+        lambda: {"callbacks": [scheduler(0, count=count), ChinchillaBudget(tokens=20, count=count_otherwise)]},
+        [
+            (
+                TokenModel,
+                lambda: {
+                    "callbacks": [scheduler(0, count=count), ChinchillaBudget(tokens=14, count=count, landing="floor")],
+                    "max_epochs": -1,
+                },
+            )
+        ],
+    ),
+    "a scheduler in manual optimization": (
+        "AccumulationScheduler needs automatic optimization; with automatic_optimization=False the module decides"
+        " itself when to step. Remove the callback or turn automatic optimization on.",
+        Manual,
+        lambda: {"callbacks": [scheduler(0)]},
+        [(Manual, lambda: {"plugins": [bf16()], "callbacks": [OverflowMonitor()]})],
+    ),
+    "a budget in manual optimization": (
+        "ChinchillaBudget needs automatic optimization; with automatic_optimization=False the module decides itself"
+        " when to step. Remove the callback or turn automatic optimization on.",
+        Manual,
+        lambda: {"callbacks": [ChinchillaBudget(tokens=20)]},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_setting_that_cannot_work_is_refused_and_what_is_offered_trains(case: str) -> None:
+    """D51 is among them."""
+    message, module, arguments, offered = REFUSED[case]
+    refused(message, module(), tokens(), **arguments())
+    for other_module, other_arguments in offered:
+        trains(other_module(), tokens(), **other_arguments())
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
@@ -48,66 +170,17 @@ def test_the_plugin_that_a_refused_16_bit_precision_names_trains(precision: Any)
     trains(TokenModel(), tokens(), plugins=[MasterWeightsPrecision(precision)])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"plugins": [AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=256.0))]},
-        {"plugins": [AutocastPrecision("bf16-mixed")]},
-        {"precision": "32-true"},
-    ],
-    ids=["16-mixed", "bf16-mixed", "32-true"],
-)
-def test_what_an_unknown_precision_offers_trains(arguments: Any) -> None:
-    trains(TokenModel(), tokens(), **arguments)
-
-
-def test_another_device_than_the_trainers_is_refused() -> None:
-    refused(
-        "AutocastPrecision(device='cuda') but the Trainer runs on 'cpu': nothing would be cast."
-        " Leave device out, or give 'cpu'.",
-        TokenModel(),
-        tokens(),
-        plugins=[AutocastPrecision("bf16-mixed", device="cuda")],
-    )
-    trains(TokenModel(), tokens(), plugins=[AutocastPrecision("bf16-mixed")])
-    trains(TokenModel(), tokens(), plugins=[AutocastPrecision("bf16-mixed", device="cpu")])
-
-
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_a_device_without_16_bit_autocast_is_refused(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.float16 if precision == "16-mixed" else torch.bfloat16
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.amp, "is_autocast_available", lambda device_type: device_type != "cpu")
-        refused(
-            f"AutocastPrecision('{precision}') cannot run on 'cpu': torch has no {dtype} autocast there."
-            " Use one of ('cuda', 'cpu', 'mps', 'xpu'), another precision, or none.",
-            TokenModel(),
-            tokens(),
-            plugins=[AutocastPrecision(precision)],
-        )
-    trains(TokenModel(), tokens())
-
-
-def test_lbfgs_under_the_plugin_is_refused() -> None:
+    monkeypatch.setattr(torch.amp, "is_autocast_available", lambda device_type: device_type != "cpu")
     refused(
-        "AutocastPrecision('16-mixed') cannot be used with LBFGS, which evaluates the loss several times in one step:"
-        " its own evaluations would be scaled, and could not be unscaled. Use a precision without a loss"
-        " scale ('bf16-mixed', 'bf16-true' or '32-true'), or another optimizer.",
-        Lbfgs(),
+        f"AutocastPrecision('{precision}') cannot run on 'cpu': torch has no {dtype} autocast there."
+        " Use one of ('cuda', 'cpu', 'mps', 'xpu'), another precision, or none.",
+        TokenModel(),
         tokens(),
-        plugins=[AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=256.0))],
+        plugins=[AutocastPrecision(precision)],
     )
-    trains(Lbfgs(), tokens(), plugins=[AutocastPrecision("bf16-mixed")])
-    trains(TokenModel(), tokens(), plugins=[AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=256.0))])
-    trains(Lbfgs(), tokens(), precision="32-true")
-    trains(Lbfgs(), tokens(), precision="32-true", callbacks=[OverflowMonitor()])
-
-
-# -- schedules ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_schedule_that_a_refusal_shows_is_taken() -> None:
-    assert AccumulationScheduler({0: 1, 1000: 4}).schedule == {0: 1, 1000: 4}
 
 
 @pytest.mark.parametrize(
@@ -127,122 +200,33 @@ def test_an_unknown_unit_or_weight_is_refused(arguments: Any, allowed: tuple[str
         trains(TokenModel(), tokens(), callbacks=[AccumulationScheduler({0: 2}, **{name: option})])
 
 
-# -- rivals ------------------------------------------------------------------------------------------------------------
-
-
-def test_two_ways_to_set_the_window_length_are_refused() -> None:
-    refused(
-        "Trainer(accumulate_grad_batches=2) and an AccumulationScheduler both set the number of micro-batches per"
-        " optimizer step. Leave accumulate_grad_batches out, or remove the callback.",
-        TokenModel(),
-        tokens(),
-        accumulate_grad_batches=2,
-        callbacks=[AccumulationScheduler({0: 3})],
-    )
-    assert trains(TokenModel(), tokens(), callbacks=[AccumulationScheduler({0: 3})]).global_step == 2
-    assert trains(TokenModel(), tokens(), accumulate_grad_batches=2).global_step == 3
-
-
-def test_lightnings_own_scheduler_beside_ours_is_refused() -> None:
-    refused(
-        "AccumulationScheduler and GradientAccumulationScheduler both set accumulate_grad_batches. Remove the latter"
-        " and give its schedule to lightning_mp.AccumulationScheduler.",
-        TokenModel(),
-        tokens(),
-        callbacks=[AccumulationScheduler({0: 3}), GradientAccumulationScheduler({0: 2})],
-    )
-    trainer = trains(TokenModel(), tokens(), callbacks=[GradientAccumulationScheduler({0: 2})])
-    assert trainer.global_step == 3
-
-
-def test_stochastic_weight_averaging_beside_the_scheduler_is_refused() -> None:
-    """D51."""
-    refused(
-        "AccumulationScheduler cannot be used with StochasticWeightAveraging, which sets accumulate_grad_batches itself"
-        " and steps the optimizer while it renews batch norms. Remove one of them; EMAWeightAveraging works beside it.",
-        TokenModel(),
-        tokens(),
-        max_epochs=3,
-        callbacks=[StochasticWeightAveraging(1e-2), AccumulationScheduler({0: 3})],
-    )
-    trains(TokenModel(), tokens(), callbacks=[EMAWeightAveraging(decay=0.9), AccumulationScheduler({0: 3})])
-    trains(TokenModel(), tokens(), max_epochs=3, callbacks=[StochasticWeightAveraging(1e-2)])
-
-
-def test_two_schedulers_are_refused() -> None:
-    refused(
-        "There are two AccumulationSchedulers; merge them into one schedule.",
-        TokenModel(),
-        tokens(),
-        callbacks=[AccumulationScheduler({0: 1}), AccumulationScheduler({3: 2})],
-    )
-    trains(TokenModel(), tokens(), callbacks=[AccumulationScheduler({0: 1, 3: 2})])
-
-
-def test_two_budgets_are_refused() -> None:
-    refused(
-        "There are two ChinchillaBudgets; a run has one budget. Remove one of them.",
-        TokenModel(),
-        tokens(),
-        callbacks=[ChinchillaBudget(tokens=20), ChinchillaBudget(tokens=30)],
-        max_epochs=-1,
-    )
-
-
-def test_two_ways_to_count_are_refused() -> None:
-    count: Callable[[Any], int] = lambda batch: int((batch[1] != -100).sum())  # noqa: E731 # two names for one function
-    other: Callable[[Any], int] = lambda batch: 1  # noqa: E731
-    refused(
-        "Two callbacks count tokens with different count= functions; use one.",
-        TokenModel(),
-        tokens(),
-        callbacks=[AccumulationScheduler({0: 2}, count=count), ChinchillaBudget(tokens=20, count=other)],
-    )
-    budget = ChinchillaBudget(tokens=20, count=count, landing="floor")
-    trains(TokenModel(), tokens(), callbacks=[AccumulationScheduler({0: 2}, count=count), budget], max_epochs=-1)
-    assert budget.tokens_seen == 14
-
-
-def test_the_scheduler_is_refused_in_manual_optimization() -> None:
-    refused(
-        "AccumulationScheduler needs automatic optimization; with automatic_optimization=False the module decides"
-        " itself when to step. Remove the callback or turn automatic optimization on.",
-        Manual(),
-        tokens(),
-        callbacks=[AccumulationScheduler({0: 2})],
-    )
-    trains(Manual(), tokens(), plugins=[AutocastPrecision("bf16-mixed")], callbacks=[OverflowMonitor()])
-    trains(TokenModel(), tokens(), callbacks=[AccumulationScheduler({0: 2})])
-
-
-def test_the_budget_is_refused_in_manual_optimization() -> None:
-    refused(
-        "ChinchillaBudget needs automatic optimization; with automatic_optimization=False the module decides itself"
-        " when to step. Remove the callback or turn automatic optimization on.",
-        Manual(),
-        tokens(),
-        callbacks=[ChinchillaBudget(tokens=20)],
-    )
+DEEPSPEED = "cannot be used with DeepSpeed, "
+SCHEDULER = (
+    "AccumulationScheduler cannot be used with DeepSpeed, which accumulates gradients itself. Set"
+    " gradient_accumulation_steps in the DeepSpeed config, or use strategy='fsdp'."
+)
 
 
 @pytest.mark.parametrize(
-    "plugin",
+    ("part", "words"),
     [
-        AutocastPrecision("16-mixed"),
-        MasterWeightsPrecision("bf16-true"),
-        TF32Precision(),
-        Float8Precision(),
+        (AutocastPrecision("16-mixed"), f"{DEEPSPEED}whose engine makes masters"),
+        (MasterWeightsPrecision("bf16-true"), f"{DEEPSPEED}whose engine makes masters"),
+        (TF32Precision(), f"{DEEPSPEED}whose engine makes masters"),
+        (Float8Precision(), f"{DEEPSPEED}whose engine makes masters"),
+        (OverflowMonitor(), f"OverflowMonitor {DEEPSPEED}"),
+        (UnderflowMonitor(), f"UnderflowMonitor {DEEPSPEED}.* Use strategy='ddp' or"),
+        (scheduler(0), f"^{re.escape(SCHEDULER)}$"),
     ],
-    ids=lambda plugin: type(plugin).__name__,
+    ids=lambda part: type(part).__name__,
 )
-def test_plugins_and_the_monitor_are_refused_under_deepspeed(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_refused_under_deepspeed(part: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, module = quiet_trainer(), TokenModel()
     module.trainer = trainer
+    # DeepSpeed is not installed, so the strategy cannot be constructed, but it can be recognised.
     monkeypatch.setattr(pl.Trainer, "strategy", object.__new__(DeepSpeedStrategy))
-    with pytest.raises(MisconfigurationException, match="cannot be used with DeepSpeed, whose engine makes masters"):
-        plugin.convert_module(module)
-    with pytest.raises(MisconfigurationException, match="OverflowMonitor cannot be used with DeepSpeed"):
-        OverflowMonitor().setup(trainer, module, "fit")
+    with pytest.raises(MisconfigurationException, match=words):
+        part.setup(trainer, module, "fit") if isinstance(part, pl.Callback) else part.convert_module(module)
 
 
 def test_a_negative_clipping_value_is_refused() -> None:
@@ -250,12 +234,6 @@ def test_a_negative_clipping_value_is_refused() -> None:
     trainer = quiet_trainer(plugins=[AutocastPrecision("bf16-mixed")], gradient_clip_val=-1.0)
     with pytest.raises(MisconfigurationException, match=r"gradient_clip_val=-1\.0\) must not be negative.*leave it"):
         trainer.fit(TokenModel(), tokens())
-
-
-def test_a_plugin_among_the_callbacks_is_refused_by_name() -> None:
-    message = r"^AutocastPrecision was given among the callbacks and is a precision plugin: use Trainer\(p"
-    with pytest.raises(MisconfigurationException, match=message):
-        quiet_trainer(callbacks=[AutocastPrecision("bf16-mixed")])
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
@@ -287,15 +265,3 @@ def test_a_resume_in_another_precision_is_reported_in_one_line(
         with caplog.at_level("INFO"):
             fit(TokenModel(), ResumableLoader(tokens()), plugin=plugin, max_steps=2, ckpt_path=tmp_path / "a.ckpt")
         assert caplog.text.count("MasterWeightsPrecision('bf16-true') resumes a run in 'bf16-mixed'") == lines
-
-
-def test_the_scheduler_is_refused_under_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = quiet_trainer()
-    # DeepSpeed is not installed, so the strategy cannot be constructed, but it can be recognised.
-    monkeypatch.setattr(pl.Trainer, "strategy", object.__new__(DeepSpeedStrategy))
-    message = (
-        "AccumulationScheduler cannot be used with DeepSpeed, which accumulates gradients itself. Set"
-        " gradient_accumulation_steps in the DeepSpeed config, or use strategy='fsdp'."
-    )
-    with pytest.raises(MisconfigurationException, match=f"^{re.escape(message)}$"):
-        AccumulationScheduler({0: 2}).setup(trainer, TokenModel(), "fit")

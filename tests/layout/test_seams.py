@@ -161,20 +161,6 @@ def test_grad_scaler_asks_its_subclass_to_unscale_on_both_paths():
     assert calls == [(0.25, 0.0, False), (1.0, 0.0, True)]
 
 
-def test_grad_scaler_makes_its_tensors_where_a_subclass_can_add_its_own():
-    made = []
-
-    class Recording(GradScaler):
-        def _lazy_init_scale_growth_tracker(self, dev):
-            super()._lazy_init_scale_growth_tracker(dev)
-            made.append((dev, self._scale.item()))
-
-    scaler = Recording("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    scaler.scale([torch.ones(())])
-    assert made == [(torch.device("cpu"), 4.0)]
-
-
 @pytest.mark.parametrize("make_optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 def test_a_fused_optimizer_says_so_and_is_handed_scale_and_decision_for_one_step(make_optimizer):
     """torch's protocol, which the plugins use too."""
@@ -211,24 +197,6 @@ def test_a_fused_optimizer_divides_by_grad_scale_and_skips_on_found_inf(make_opt
     if not found_inf:
         reference.step()
     torch.testing.assert_close(fused, plain, rtol=1e-6, atol=0)
-
-
-def test_update_scale_is_torchs_own():
-    scale, tracker = torch.tensor(8.0), torch.tensor(1, dtype=torch.int32)
-    private_optimizer_api.amp_update_scale_(scale, tracker, torch.tensor(0.0), 2.0, 0.5, 2)
-    assert (scale.item(), tracker.item()) == (16.0, 0)
-    private_optimizer_api.amp_update_scale_(scale, tracker, torch.tensor(1.0), 2.0, 0.25, 2)
-    assert (scale.item(), tracker.item()) == (4.0, 0)
-
-
-def test_unscale_works_in_place_and_raises_the_flag():
-    shards = (torch.tensor([4.0, 8.0]), torch.tensor([16.0]))  # any sequence
-    found_inf = torch.zeros(())
-    private_tensor_api.amp_unscale_(shards, found_inf, torch.tensor(0.25))
-    assert [shard.tolist() for shard in shards] == [[1.0, 2.0], [4.0]]
-    assert found_inf.item() == 0.0
-    private_tensor_api.amp_unscale_([torch.tensor([torch.inf])], found_inf, torch.tensor(0.25))
-    assert found_inf.item() == 1.0
 
 
 def test_the_scale_can_be_asked_for_without_waiting():
@@ -534,46 +502,3 @@ def test_lightning_is_the_version_that_these_guards_were_written_for():
 @pytest.mark.parametrize("detect_anomaly", [True, False])
 def test_the_trainer_knows_whether_it_detects_anomalies(detect_anomaly):
     assert private_trainer_api.detects_anomalies(quiet_trainer(detect_anomaly=detect_anomaly)) is detect_anomaly
-
-
-def test_a_closure_taken_apart_runs_what_lightning_runs():
-    """Training step, ``zero_grad`` and backward, in this order, once for each batch; what is logged passes the seam."""
-    seen = []
-
-    class Watched(Regression):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            self.log("loss", loss)
-            return loss
-
-    class Taking(Callback):
-        def on_fit_start(self, trainer, pl_module):
-            def begin(closure):
-                def run():
-                    output = closure.training_step(closure.batch)
-                    if closure.zero_grad is not None:
-                        closure.zero_grad()
-                    closure.backward(output.closure_loss)
-                    seen.append((closure.batch_idx, closure.zero_grad is not None))
-                    return output
-
-                return run
-
-            private_loop_api.replace_closures(trainer, begin)
-
-            def log(hook, name, value, **arguments):
-                seen.append((hook, name, sorted(arguments)[0]))
-                patch.original(hook, name, value, **arguments)
-
-            patch = private_loop_api.replace_logging(trainer, log)
-
-    models = []
-    for callbacks in ([], [Taking()]):
-        model = Watched()
-        trainer = fit(model, regression_batches(4), *callbacks, accumulate_grad_batches=2)
-        models.append((list(model.parameters()), trainer.callback_metrics))
-    (stock, metrics), (ours, our_metrics) = models
-    assert all(map(torch.equal, stock, ours))
-    assert metrics == our_metrics
-    logged = ("training_step", "loss", "add_dataloader_idx")
-    assert seen == [logged, (0, True), logged, (1, False), logged, (2, True), logged, (3, False)]

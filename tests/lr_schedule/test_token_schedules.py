@@ -101,18 +101,6 @@ def test_factors_rise_then_fall_and_stay_between_their_ends(
         assert schedule(0.0) == (start if warmup else 1.0)
 
 
-def test_a_schedule_works_with_torchs_lambda_scheduler() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
-    schedule = WarmupStableDecay(warmup=0.5, decay=0.5, shape="linear")
-    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step / 4))
-    rates = []
-    for _ in range(5):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates == [0.0, 0.25, 0.5, 0.25, 0.0]
-
-
 # -- the run on its schedule -------------------------------------------------------------------------------------------
 
 
@@ -154,13 +142,6 @@ def test_a_cooldown_that_has_begun_knows_no_new_horizon() -> None:
     run.begin(2000)
     assert run.advance(525) == 0.5
     assert run.advance(600) == 0.0
-
-
-def test_skips_that_are_made_up_for_change_nothing() -> None:
-    run, plain = ScheduleRun(WarmupCosine()), ScheduleRun(WarmupCosine())
-    run.begin(1000)
-    plain.begin(1000)
-    assert run.advance(300, 200) == plain.advance(300) == WarmupCosine()(0.3)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -229,6 +210,3 @@ def test_a_horizon_that_misses_the_run(schedule: Any, horizon: int, run: int, fa
     """Hoffmann et al. 2022, appendix B, figure A1: more than 25% costs loss."""
     message = missed_end(schedule, horizon, run)
     assert message is None if fault is None else fault in str(message)
-
-
-# -- bad input ---------------------------------------------------------------------------------------------------------

@@ -158,16 +158,16 @@ class Frozen(PipelinedMLP):
             self.layers[1].requires_grad_(True)
 
 
-@pytest.mark.full
-def test_frozen_layers_may_thaw_at_an_epoch():
-    def rank(_, strategy, devices):
-        module = Frozen()
-        fit(module, strategy(), devices)
-        return module.train_losses
-
-    [wanted] = run_ranks(lambda r: rank(r, lambda: "ddp", 1), 1)
-    got = run_ranks(lambda r: rank(r, lambda: PipelineParallelStrategy(split_points=["layers.2"]), 2), 2)
+@pytest.mark.parametrize(
+    "limit_val_batches", [0, pytest.param(1.0, marks=pytest.mark.full)], ids=["no validation", "a validation between"]
+)
+def test_frozen_layers_may_thaw_at_an_epoch(limit_val_batches):
+    arguments = {"limit_val_batches": limit_val_batches, "max_epochs": 2}
+    [wanted] = run_ranks(lambda _: losses_of(Frozen(), "ddp", 1, **arguments), 1)
+    strategy = {"split_points": ["layers.2"]}
+    got = run_ranks(lambda _: losses_of(Frozen(), PipelineParallelStrategy(**strategy), 2, **arguments), 2)
     assert got[0] == pytest.approx(wanted, rel=2e-6)
+    assert got[1] == got[0]
 
 
 class Normed(PipelinedMLP):
@@ -331,15 +331,6 @@ def test_digests_tell_order_and_shape():
     assert batch_digest(batch) == batch_digest([batch.clone()])
     assert batch_digest(batch) != batch_digest(batch.flip(0))
     assert batch_digest(torch.zeros(2, 3)) != batch_digest(torch.zeros(3, 2))
-
-
-def test_layers_thaw_at_an_epoch_without_a_validation_between():
-    arguments = {"limit_val_batches": 0, "max_epochs": 2}
-    [wanted] = run_ranks(lambda _: losses_of(Frozen(), "ddp", 1, **arguments), 1)
-    strategy = {"split_points": ["layers.2"]}
-    got = run_ranks(lambda _: losses_of(Frozen(), PipelineParallelStrategy(**strategy), 2, **arguments), 2)
-    assert got[0] == pytest.approx(wanted, rel=2e-6)
-    assert got[1] == got[0]
 
 
 @pytest.mark.full

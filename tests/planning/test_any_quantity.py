@@ -111,7 +111,10 @@ def test_quantities_are_read_as_they_are_written() -> None:
 
 @pytest.mark.parametrize(
     ("name", "chip"),
-    [("h100", "H100 SXM"), ("h100-pcie", "H100 PCIe"), ("4090", "RTX 4090"), ("v100", "V100 SXM2"), ("rtx", None)],
+    [
+        *(("h100", "H100 SXM"), ("h100-pcie", "H100 PCIe"), ("4090", "RTX 4090"), ("v100", "V100 SXM2"), ("rtx", None)),
+        *(("H100 PCIe", "H100 PCIe"), ("rtx_a6000", "RTX A6000"), ("TITAN-RTX", "TITAN RTX")),
+    ],
 )
 def test_one_lookup_of_chips_for_all_functions(name: str, chip: str | None) -> None:
     found = find_chip(name)

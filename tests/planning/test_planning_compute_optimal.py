@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lightning_mp.planning.scaling_laws.optimum import compute_optimal, device_budget
+from lightning_mp.planning.scaling_laws.optimum import compute_optimal
 from lightning_mp.planning.scaling_laws.scaling_law import LAWS, ExponentialDecay, ParametricLaw
 
 
@@ -53,25 +53,6 @@ def test_device_hours_by_hand():
     assert compute_optimal(device_hours=1000, device="H100 SXM", mfu="0.4", dtype="fp8").flops == pytest.approx(
         1000 * 3600 * 0.4 * 1978.9e12
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "chip"),
-    [
-        ("h100", "H100 SXM"),
-        ("H100 PCIe", "H100 PCIe"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("h200", "H200 SXM"),
-        ("V100", "V100 SXM2"),
-        ("4090", "RTX 4090"),
-        ("h100-sxm", "H100 SXM"),
-        ("rtx_a6000", "RTX A6000"),
-        ("6000 Ada", "RTX 6000 Ada"),
-        ("TITAN-RTX", "TITAN RTX"),
-    ],
-)
-def test_the_chip_of_a_name(name, chip):
-    assert device_budget(1, device=name, mfu=0.5, dtype="fp16").device == chip
 
 
 def test_epochs_of_the_published_data_constrained_optimum():

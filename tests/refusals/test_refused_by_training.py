@@ -8,7 +8,6 @@ from typing import Any
 import fsdp2_runs
 import torch
 from cpu_fsdp import CpuFsdp
-from float8_sqnr import sqnr_db
 from huggingface_models import HuggingFace
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -190,7 +189,6 @@ PLUGINS = {
     choose_float8_layers: [
         ((nn.Sequential(*(nn.Linear(32, 32) for _ in range(25))), ["x"]), r"10, 11 and 13 more\.$"),
     ],
-    sqnr_db: [((torch.ones(2, 3), torch.ones(3)), r"must have one shape, got \(2, 3\) and \(3,\)")],
     PrecisionPolicy: [
         (([],), r"got no rule\. Give at least one"),
         (Each(["defualt", 3]), "A policy is a mapping of patterns to dtypes, or pairs of them, and got", TypeError),

@@ -1,6 +1,6 @@
 """Runs of the demo's language model on one process and under FSDP2Strategy, with the same data in every step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -112,10 +112,20 @@ def assert_same(ours: dict[str, Any], reference: dict[str, Any], *, atol: float 
     if reference["norm"] is not None:  # stock plugins tell none
         assert abs(ours["norm"] / reference["norm"] - 1) < 1e-3
     assert ours["weights"].keys() == reference["weights"].keys()
-    for name, value in reference["weights"].items():
-        torch.testing.assert_close(
-            ours["weights"][name], value, rtol=1e-5, atol=atol, msg=lambda text, n=name: f"{n}: {text}"
-        )
+    assert_close_by_name(ours["weights"], reference["weights"], atol=atol)
+
+
+def assert_close_by_name(
+    ours: Mapping[Any, Tensor], reference: Mapping[Any, Tensor], *, rtol: float = 1e-5, atol: float
+) -> None:
+    for name, value in reference.items():
+        torch.testing.assert_close(ours[name], value, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def optimizer_states(path: Any) -> dict[tuple[int, str], Tensor]:
+    """Of the first optimizer of a checkpoint, by number of the parameter and name."""
+    states = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+    return {(index, name): value for index, values in states.items() for name, value in values.items()}
 
 
 def assert_same_on_ranks(ranks: list[dict[str, Any]]) -> None:

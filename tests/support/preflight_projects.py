@@ -57,15 +57,6 @@ class ManualNet(Net):
         optimizer.step()
 
 
-class AddsATable(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.zeros(WIDTH))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step([batch[0] + self.table, batch[1]], batch_idx)
-
-
 class ScattersIntoBf16(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.net[0](batch[0])

@@ -5,7 +5,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fsdp2_runs import fsdp2, full_weights
+from fsdp2_runs import assert_close_by_name, fsdp2, full_weights
 from gloo import on_ranks, process_group
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins import Precision
@@ -80,11 +80,6 @@ def trained(make: Any, ranks: int, plan: Plan | None = None, freeze: str = "-", 
     return full_weights(module)
 
 
-def check(weights: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
-    for name, value in alone.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
-
-
 def test_fewer_key_value_heads_than_ranks_are_refused_with_a_plan_that_works() -> None:
     model = llama(kv_heads=1)
     with pytest.raises(ValueError, match=r"num_key_value_heads=1, which 2 ranks .* keys and values as 'column_gather'"):
@@ -102,7 +97,7 @@ def test_attention_on_all_heads_equals_one_process(make: Any, gathered: dict[str
     alone = trained(make, 1)
     for of_rank in run_ranks(lambda rank: [trained(make, 2, plan) for plan in plans], 2):
         for weights in of_rank:
-            check(weights, alone)
+            assert_close_by_name(weights, alone, rtol=0, atol=2e-6)
 
 
 # -- clipping by norm with Lightning's own plugins ---------------------------------------------------------------------
@@ -159,7 +154,7 @@ def test_stock_clipping_equals_one_process(ranks: int) -> None:
     alone = run(1)
     for of_rank in run_ranks(lambda rank: run(ranks), ranks):
         for weights, expected in zip(of_rank, alone, strict=True):
-            check(weights, expected)
+            assert_close_by_name(weights, expected, rtol=0, atol=2e-6)
 
 
 # -- tables of embeddings ----------------------------------------------------------------------------------------------

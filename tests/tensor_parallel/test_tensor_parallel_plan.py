@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
+from fsdp2_runs import assert_close_by_name, assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
 from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from huggingface_models import HuggingFace
@@ -103,8 +103,7 @@ def test_hugging_face_models_equal_one_process(kind: str, ranks: int, arguments:
     for weights, units, split in run_ranks(lambda rank: run(ranks, seed=5 + rank % parts), ranks):
         assert len(units) == 2
         assert bool(split) is bool(arguments)
-        for name, value in alone.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-3, msg=lambda t, n=name: f"{n}: {t}")
+        assert_close_by_name(weights, alone, rtol=1e-3, atol=2e-3)
 
 
 # -- the plan itself ---------------------------------------------------------------------------------------------------

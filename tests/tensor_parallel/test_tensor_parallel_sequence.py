@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
+from fsdp2_runs import assert_close_by_name, assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
 from gloo import COMPILER, on_ranks, run_group
 from gloo import run_same_ranks as run_ranks
 from huggingface_models import HuggingFace
@@ -30,7 +30,7 @@ from lightning_mp.tensor_parallel.sequence_parallel import (
 )
 
 SEQUENCE: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_plan": "auto_sequence"}
-NORM = "model.blocks.0.mlp_norm.weight"
+NORM, QKV = "model.blocks.0.mlp_norm.weight", "model.blocks.0.attention.query_key_value.weight"
 
 
 class Tokens(Callback):
@@ -106,14 +106,8 @@ def test_hugging_face_models_equal_one_process() -> None:
     found = run_ranks(lambda rank: [run(*case, 4) for case in cases], 4, timeout_seconds=110)
     for (kind, plugin), of_ranks in zip(cases, zip(*found, strict=True), strict=True):
         alone = run(kind, plugin, 1)
-        for weights, (name, value) in product(of_ranks, alone.items()):
-            torch.testing.assert_close(
-                weights[name],
-                value,
-                rtol=1e-3,
-                atol=3e-4 if plugin is fp16 else 2e-6,
-                msg=lambda text, n=name, kind=kind: f"{kind}: {n}: {text}",
-            )
+        for weights in of_ranks:
+            assert_close_by_name(weights, alone, rtol=1e-3, atol=3e-4 if plugin is fp16 else 2e-6)
 
 
 @pytest.mark.full
@@ -158,19 +152,28 @@ def test_compiled_blocks_equal_one_process() -> None:
 
 
 class Overflow(Callback):
-    """An inf in the gradient of a norm, in what one rank has of it."""
+    """An inf in the gradient of a weight, in what one rank has of it."""
+
+    def __init__(self, weight: str) -> None:
+        self.weight = weight
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
-            pl_module.get_parameter(NORM).grad.to_local()[-1] = torch.inf
+            pl_module.get_parameter(self.weight).grad.to_local().view(-1)[-1] = torch.inf
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_an_overflow_on_one_rank_skips_on_all(ranks: int) -> None:
-    found = run_ranks(lambda rank: train(rank, ranks, fsdp2(**SEQUENCE), callbacks=[Overflow()]), ranks)
+@pytest.mark.parametrize(("plan", "weight"), [("auto_sequence", NORM), ("auto", QKV)], ids=["a norm", "its heads"])
+def test_an_overflow_on_one_rank_skips_on_all(plan: Any, weight: str, ranks: int) -> None:
+    def run(rank: int) -> Any:
+        strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan)
+        return train(rank, ranks, strategy, callbacks=[Overflow(weight)])
+
+    found = run_ranks(run, ranks)
     assert_same_on_ranks(found)
     assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
+    assert all(torch.isfinite(value).all() for value in found[0]["weights"].values())
 
 
 @pytest.mark.parametrize("kind", ["demo", "llama"])
@@ -235,8 +238,7 @@ def test_recomputed_dropout_is_the_same_dropout() -> None:
 
     kept, _ = run_ranks(lambda rank: run(rank, False), 2)
     for weights in run_ranks(lambda rank: run(rank, True), 2):
-        for name, value in kept.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+        assert_close_by_name(weights, kept, atol=1e-6)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

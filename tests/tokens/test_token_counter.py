@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.tokens.counter import NUM_TOTALS, AccumulationTotals, TokenCounter, TokenCounterDeltas
+from lightning_mp.tokens.counter import NUM_TOTALS, AccumulationTotals, TokenCounter
+from lightning_mp.tokens.run_counts import TokenCounterDeltas
 
 CPU = torch.device("cpu")
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_mp.core.bit_layouts import FORMATS, FP32, NumberFormat
-from lightning_mp.core.devices import sent_to
+from lightning_mp.core.devices import accumulation_dtype, sent_to
 from lightning_mp.core.number_formats import FormatLike, FractionLost, number_format
-from lightning_mp.core.ranks import world_size
+from lightning_mp.core.ranks import sum_over_ranks_, world_size
 from lightning_mp.gradients import gradient_ops
 
 #: Exponent of fp32's smallest subnormal number.
@@ -241,7 +241,7 @@ class ExponentTable:
         self.names = list(names)
         self._row_of = {name: row for row, name in enumerate(self.names)}
         self._counts = torch.zeros(len(self.names), NUM_SLOTS, dtype=torch.int64, device=device)
-        self._largest = torch.zeros(len(self.names), dtype=gradient_ops.accumulation_dtype(device), device=device)
+        self._largest = torch.zeros(len(self.names), dtype=accumulation_dtype(device), device=device)
         self.seen: set[str] = set()
 
     def add(self, name: str, values: Tensor, factor: Tensor | float | None = None) -> None:
@@ -255,7 +255,7 @@ class ExponentTable:
 
     def sum_over_ranks_(self, copies: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         """Adds the counts of the ranks of a group, each value once; call it on every one of them."""
-        gradient_ops.sum_over_ranks_(self._counts, group)
+        sum_over_ranks_(self._counts, group)
         if world_size(group) > 1:
             dist.all_reduce(self._largest, op=dist.ReduceOp.MAX, group=group)
         divisor = sent_to(torch.tensor(copies, dtype=torch.int64), self._counts.device)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mp.core.arguments import true_or_false, whole_number
+from lightning_mp.planning.memory.families import FAMILIES, Trait
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,30 +382,8 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "active_experts": ("num_experts_per_tok", "experts_per_token"),
 }
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "gpt_neo", "opt")
-_WITH_BIASES = (*_LEARNED_POSITIONS, "bloom", "gpt_neox", "starcoder2")
-_WITHOUT_GATES = (*_WITH_BIASES, *("codegen", "falcon", "gptj", "mpt", "nemotron", "persimmon", "phi"))
-_WITH_GATES = (
-    *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4"),
-    *("glm4_moe", "gpt_oss", "granite", "granitemoe", "internlm2", "llama", "llama4", "llama4_text", "ministral"),
-    *("mistral", "mixtral", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
-    *("qwen3_moe", "smollm3", "stablelm"),
-)
-# Their configurations leave `tie_word_embeddings` out where it is true.
-_TIED = (
-    *("bloom", "cohere", "cohere2", "falcon", "gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "gpt_bigcode"),
-    *("gpt_neo", "mpt", "opt", "starcoder2"),
-)
 _NO_DECODERS = (
-    "albert",
-    "bert",
-    "camembert",
-    "deberta",
-    "deberta-v2",
-    "distilbert",
-    "electra",
-    "modernbert",
-    "roberta",
+    *("albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "roberta"),
 )
 _OTHER_BLOCKS = ("mamba", "ssm_", "linear_num_", "hybrid_", "conv_kernel", "state_size", "ffn_config", "block_types")
 
@@ -432,20 +411,21 @@ def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if values.get("multi_query") and not values.get("new_decoder_architecture"):
         fields["kv_heads"] = 1
-    if kind and kind not in (*_WITH_GATES, *_WITHOUT_GATES):
+    if kind and kind not in FAMILIES:
         warnings.warn(
             f"model_type {kind!r} is not known. Its MLPs are assumed to be gated and, unless the configuration says"
             " otherwise, its output layer untied: compare the number of parameters with the published one.",
             stacklevel=3,
         )
-    learned = kind in _LEARNED_POSITIONS
+    traits = FAMILIES[kind].traits if kind in FAMILIES else frozenset[Trait]()
+    learned = "positions" in traits
     return {
         **fields,
         **_mixture(values, fields),
         "latent_attention": _latent_attention(values),
-        "gated": kind not in _WITHOUT_GATES,
-        "tied_head": bool(values.get("tie_word_embeddings", config.get("tie_word_embeddings", kind in _TIED))),
-        "biases": kind in _WITH_BIASES,
+        "gated": "ungated" not in traits,
+        "tied_head": bool(values.get("tie_word_embeddings", config.get("tie_word_embeddings", "tied head" in traits))),
+        "biases": "biases" in traits,
         "positions": _count(values, "n_positions", "max_position_embeddings") if learned else 0,
         "dropout": bool(values.get("resid_pdrop", 0.1 if kind == "gpt2" else 0)),
         "family": kind,

@@ -20,7 +20,7 @@ from lightning_mp.core.arguments import (
 from lightning_mp.core.precisions import PrecisionLike, PrecisionSpec, find_precision
 from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.planning.memory.saved_by_family import saved_by_code, saves_scores
+from lightning_mp.planning.memory.families import family_of
 from lightning_mp.step_memory.estimate import reserved_range
 from lightning_mp.step_memory.live_storages import PARTS, Part
 
@@ -32,8 +32,6 @@ _REDUCED_BYTES = 4
 _ENDS_ELEMENTS = 4  # per width, of what is saved outside of blocks: embeddings, the last norm, what the head takes
 _PASSING_ELEMENTS, _PASSING_SCORES = 3, 5
 _UNITS_AT_ONCE = 2
-# Families that keep a causal mask, one byte per pair of positions: in each block, or once.
-_MASK_IN_EACH_BLOCK, _MASK = ("gpt_neo",), ("gpt_bigcode",)
 _MOST_SEQUENCES = 2**20
 
 
@@ -174,7 +172,8 @@ def check_memory_bytes(memory_bytes: float) -> None:
 
 
 def _mask_bytes(config: DecoderConfig) -> float:
-    masks = config.layers * (config.family in _MASK_IN_EACH_BLOCK) + (config.family in _MASK)
+    traits = family_of(config.family).traits
+    masks = config.layers * ("mask per block" in traits) + ("mask" in traits)
     return float(masks * config.positions**2)
 
 
@@ -220,8 +219,10 @@ def _of_activations(
     by_formula = config.saved_bytes_per_token(
         row.activation_bytes, residual, tensor=layout.tensor, sequence_parallel=sequence_parallel
     )
-    of_norms, of_rest = saved_by_code(config, row.activation_bytes, context_tokens)
-    beside = of_norms / (layout.tensor if sequence_parallel else 1) + of_rest / layout.tensor
+    family = family_of(config.family, gated=config.gated)
+    saved = family.in_fp32 if row.activation_bytes == 4 else family.in_16_bit
+    of_rest = saved.per_mlp_width * config.mlp_widths + saved.per_score * config.heads * context_tokens
+    beside = saved.per_width * config.width / (layout.tensor if sequence_parallel else 1) + of_rest / layout.tensor
     block = tokens * (by_formula + beside)
     divisor = layout.tensor if sequence_parallel else 1
     kept = tokens * residual * config.width / divisor if layout.checkpointed else block
@@ -233,7 +234,9 @@ def _of_activations(
     # Gradients on their way through a block: of its MLP, or of the scores of attention that is not fused.
     passing = tokens * max(
         _PASSING_ELEMENTS * row.activation_bytes * config.mlp_widths,
-        _PASSING_SCORES * 4 * config.heads * context_tokens if saves_scores(config) else 0,
+        _PASSING_SCORES * 4 * config.heads * context_tokens
+        if family.in_fp32.per_score or family.in_16_bit.per_score
+        else 0,
     )
     # The new gradient of the experts of one block, which are one parameter, beside that of earlier micro-batches.
     passing += row.weight_bytes * 2 * config.experts * config.ffn_width * config.width / layout.shards

@@ -18,6 +18,7 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
     RepetitionLaw,
     ScalingLaw,
     find_law,
+    with_loss,
 )
 
 SECONDS_PER_HOUR = 3600
@@ -186,11 +187,8 @@ def compute_optimal(
         best = _unlimited(one, target, value)
         return best if unique is None else _limited(best, unique, worth)
 
-    if unique is not None and not isinstance(chosen, ParametricLaw):
-        with_loss = ", ".join(name for name, row in LAWS.items() if isinstance(row, ParametricLaw))
-        raise ValueError(
-            f"`unique_tokens` needs a law that predicts a loss, which {chosen.name!r} does not. Use one of {with_loss}."
-        )
+    if unique is not None:
+        with_loss(chosen, "unique_tokens")
     result = answer(chosen)
     _refuse_less_than_one(result)
     warn_far_outside(chosen, result.parameters, result.tokens, stacklevel=3)

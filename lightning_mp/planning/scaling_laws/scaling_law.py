@@ -234,6 +234,14 @@ def find_law(law: str | ScalingLaw) -> ScalingLaw:
     return LAWS[law]
 
 
+def with_loss(law: ScalingLaw, name: str) -> ParametricLaw:
+    """The law, for the argument ``name``, which needs one that predicts a loss."""
+    if isinstance(law, ParametricLaw):
+        return law
+    known = ", ".join(each for each, row in LAWS.items() if isinstance(row, ParametricLaw))
+    raise ValueError(f"`{name}` needs a law that predicts a loss, which {law.name!r} does not. Use one of {known}.")
+
+
 class RepetitionLaw(Protocol):
     """Predicted loss when D tokens are drawn from fewer unique ones; any function with this signature works."""
 

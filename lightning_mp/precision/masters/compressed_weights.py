@@ -226,7 +226,7 @@ class CompressedWeights(LentWeights):
                 if version != loan.copy_version and isinstance(loan, SplitLoan) and loan.memory is not None:
                     loan.memory.forget_rest(loan)
         if not all(loan.is_seen for loan in loans if isinstance(loan, SplitLoan)):
-            self._checked.discard(root)
+            self._checked.discard(root)  # weights that it has got since its first call are to be compared as well
         super()._check_writes(root, loans)
 
     @override

@@ -66,7 +66,7 @@ class Fp32Gradients:
         narrow = [p for p in parameters if p.grad is not None and p.grad.dtype in HALF_DTYPES]
         own = [p.grad for p in narrow if p.grad is not None]
         for parameter, gradient, copy in zip(narrow, own, self.for_step(own), strict=True):
-            parameter.grad = None
+            parameter.grad = None  # torch refuses another grad_dtype while there is a gradient
             parameter.grad_dtype = copy.dtype
             parameter.grad = copy
             self._shown.append((parameter, gradient, copy))

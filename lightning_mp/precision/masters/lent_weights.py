@@ -349,6 +349,7 @@ class LentWeights:
         if not loans:
             return []
         pairs = [(local_shard(loan.now), local_shard(self._rounded(loan))) for loan in loans]
+        # Compared as bits: nan is no different from itself then.
         differ = [
             (copy.view(torch.int16) != weight.view(torch.int16)).any()
             if copy.shape == weight.shape and copy.dtype == self._dtype
@@ -378,6 +379,7 @@ class LentWeights:
         )
         for loan in written:
             parameter, now = loan.parameter, loan.now
+            # Numbers that forward left alone keep the bits that the copy lacks.
             changed = now != self._rounded(loan)
             parameter.copy_(torch.where(changed, now.to(parameter.dtype), parameter))
             self._written.add(parameter)

@@ -285,7 +285,7 @@ class SplitMemory:
                 for loan, part in zip(run, parts, strict=True)
                 if part.data_ptr() == at + 4 * (loan.start - start) or part.numel() == 0  # which is nowhere
             ]
-            del parts
+            del parts  # or they would be counted among what holds the numbers
             elsewhere = len(run) - len(there)
             is_held = private_module_api.users_of_memory(numbers) > users - elsewhere
             if is_held or [loan for loan in there if id(loan) not in wanted]:
