@@ -119,7 +119,10 @@ _LOADED_WHEN_USED = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LOADED_WHEN_USED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        from lightning_mp.core.known_words import did_you_mean  # of use in errors only
+
+        meant = did_you_mean(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{meant}")
     function = globals()[name] = getattr(import_module(_LOADED_WHEN_USED[name]), name)
     return function
 

@@ -41,6 +41,7 @@ from lightning_mp.core.precisions import low_dtype
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import gloo_group, named_mesh
+from lightning_mp.distributed.rank_settings import RankSettings
 from lightning_mp.gradients.clipping import let_clip_over_meshes
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
 from lightning_mp.gradients.ranks_alike import RankConsistencyCheck
@@ -242,6 +243,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         refuse_sync_batchnorm(self, "FSDP2Strategy", "whose statistics would be of one rank's samples")
         self._check_checkpoint_io()
         module = self.lightning_module
+        RankSettings.compare(trainer, module)
         if any(isinstance(part, FSDPModule) for part in module.modules()):
             self._check_earlier_sharding(module)
         else:

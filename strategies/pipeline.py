@@ -26,6 +26,7 @@ from lightning_mp.core.namespace_hint import NamespaceHint
 from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
 from lightning_mp.distributed.process_groups import named_mesh
+from lightning_mp.distributed.rank_settings import RankSettings
 from lightning_mp.gradients.clipping import clip_by_whole_norm_
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.modules.stage_placeholder import StageSplit, full_model, stage_split_of
@@ -238,6 +239,7 @@ class PipelineParallelStrategy(NamespaceHint, DDPStrategy):
         assert self._mesh is not None
         self.accelerator.setup(trainer)
         refuse_what_cannot_be_split(trainer, self)
+        RankSettings.compare(trainer)
         module = self.lightning_module
         microbatches = self.microbatches or _MICROBATCHES_PER_STAGE * self._mesh.size(0)
         stage, stages = self._mesh.get_local_rank("pipeline"), self._mesh.size(0)

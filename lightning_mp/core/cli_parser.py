@@ -56,14 +56,21 @@ class OneLineParser(argparse.ArgumentParser):
 
     @override
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Joins an option and a negative number behind it; of those argparse knows -1 and -0.5, but not -1e21."""
+        """Joins an option and a negative number behind it; of those argparse knows -1 and -0.5, but not -1e21.
+
+        Here, as a command that has verbs would name itself and not the verb that was given the unknown words.
+        """
         words: list[str] = []
         for word in args if args is not None else sys.argv[1:]:
             if words and words[-1].startswith("--") and "=" not in words[-1] and re.match(r"-[\d.]", word):
                 words[-1] += f"={word}"
             else:
                 words.append(word)
-        return super().parse_known_args(words, namespace)
+        known, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            near = did_you_mean(unknown[0], self._option_string_actions).replace("'", "")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{near and '.'}{near}")
+        return known, unknown
 
     @override
     def error(self, message: str) -> NoReturn:

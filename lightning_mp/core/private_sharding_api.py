@@ -22,6 +22,7 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
     (FSDPModule, "_get_fsdp_state", "in which dtype FSDP2 gathers the parameters of a unit"),
     (torch.distributed.tensor, "_utils", "where in the whole tensor the part of a rank begins"),
     (torch.distributed.distributed_c10d, "_set_pg_timeout", "how long operations on a group of a mesh may take"),
+    (torch.distributed.distributed_c10d, "_get_default_store", "texts of ranks that may take no part in a collective"),
     (ModelParallelStrategy, "_setup_distributed", "its set-up without the new mesh that it makes in each run"),
     (torch.nn.parallel.DistributedDataParallel, "_get_ddp_logging_data", "how many parameters it reduces"),
     (torch.nn.parallel.DistributedDataParallel, "_sync_buffers", "rank 0's buffers, before a forward that may fail"),
@@ -182,6 +183,11 @@ def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
     # Until torch 2.15 the name is private; there it is public, and the private one warns.
     set_timeout = getattr(torch.distributed, "set_timeout", None) or c10d._set_pg_timeout
     set_timeout(timeout, group)
+
+
+def store_of_all_ranks() -> c10d.Store:
+    """The store through which the ranks of this process group found each other."""
+    return c10d._get_default_store()
 
 
 def number_reduced_by_ddp(model: torch.nn.parallel.DistributedDataParallel) -> int:

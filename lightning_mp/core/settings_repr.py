@@ -29,7 +29,7 @@ class SettingsRepr:
         """Its class and its settings, as in the call that makes it; for a Trainer that refuses it, where it belongs."""
         from lightning_mp.core.misplaced_parts import place_hint  # of use in errors only
 
-        return f"{type(self).__name__}({', '.join(self._shown_settings())}){place_hint(self)}"
+        return f"{type(self).__name__}({', '.join(self.shown_settings())}){place_hint(self)}"
 
     @property
     def state_key(self) -> str:
@@ -41,7 +41,8 @@ class SettingsRepr:
             refuse_among_callbacks(self, asking)
         return type(self).__qualname__
 
-    def _shown_settings(self) -> Iterator[str]:
+    def shown_settings(self) -> Iterator[str]:
+        """The arguments of the call that makes it, one after another."""
         own = vars(self)  # not properties: they may be aliases, or need a Trainer
         for name, parameter in inspect.signature(type(self)).parameters.items():
             value = own.get(name, own.get(f"_{name}"))
@@ -65,4 +66,6 @@ def _shown(value: Any) -> str:
         return type(value).__name__
     if inspect.isroutine(value) or inspect.isclass(value):
         return value.__qualname__
+    if isinstance(value, set | frozenset):  # in an order that is that of all processes
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
     return repr(value)

@@ -33,6 +33,7 @@ from lightning_mp.core.saved_state import COUNT, MAPPING, TEXT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.distributed.fsdp1_models import FSDP1Model
+from lightning_mp.distributed.rank_settings import RankSettings
 from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors, why_steps_wait
 from lightning_mp.gradients.replication import GradientReplication
 from lightning_mp.modules.compiled_names import COMPILED_PREFIX
@@ -169,6 +170,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             )
         if self._in_run is not None:  # left by a run that ended before the plugin's teardown
             self.teardown()
+        RankSettings.compare(trainer)
         self._in_run = run = self._begin_run(trainer)
         self._carry(device_type=trainer.strategy.root_device.type)
         Patches.of(trainer).at_end(self._end)

@@ -96,7 +96,8 @@ REFUSED = [
     ("fit few.csv --plot fit.doc", "--plot fit.doc cannot be drawn: its name must end with one of .png, .pdf"),
     ("fit few.csv --plot no/fit.png", "--plot no/fit.png: there is no folder no"),
     ("fit few.csv --flops x", "--flops cannot be read, got 'x'"),
-    ("formats --yaml", "unrecognized arguments: --yaml"),
+    ("formats --yaml", "lightning-mp formats: unrecognized arguments: --yaml. See lightning-mp formats --help"),
+    ("memory --conttext 4", "lightning-mp memory: unrecognized arguments: --conttext 4. Did you mean --context?"),
 ]
 
 

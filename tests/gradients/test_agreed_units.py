@@ -199,7 +199,6 @@ def by_hand(rank: int, steps: int, waits: bool, read_state: bool, made_later: bo
         return -1
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("waits", "steps", "read_state", "made"), [(True, 2, False, 0), (False, 2, False, 1), (False, 1, True, 1)]
 )

@@ -212,6 +212,9 @@ def test_goals():
     assert gan.plugins[0].python() == 'AutocastPrecision(precision="bf16-mixed")'
     assert dict(gan.trainer)["strategy"] == "ddp_find_unused_parameters_true"
     assert "both optimizers" in recommend("T4", goal="gan").choice("loss scale").reason
+    choice = recommend("H100", goal="inference").choice("precision")
+    assert choice.value == "Trainer(precision='bf16-true')"  # in the plugins' vocabulary that has masters
+    assert "not that of MasterWeightsPrecision" in choice.reason
     assert dict(recommend("H100", goal="inference").trainer)["precision"] == "bf16-true"
     assert dict(recommend("T4", goal="inference").trainer)["precision"] == "16-true"
     assert recommend("T4", goal="inference").plugins == ()

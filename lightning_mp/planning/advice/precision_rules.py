@@ -193,11 +193,14 @@ def _inference(device: DeviceTraits) -> PrecisionAdvice:
     if device.generation in ("CPU", "before Volta"):
         return _full(*_WITHOUT_16_BIT[device.generation])
     value: PrecisionName = "bf16-true" if "bf16" in device.formats else "16-true"
-    reason = "Without an optimizer nothing needs fp32 masters: weights and activations take 2 bytes, and no loss scale."
+    reason = (
+        "Lightning's own precision, which stores weights in 16 bit, not that of MasterWeightsPrecision: without an"
+        " optimizer nothing needs fp32 masters."
+    )
     if value == "16-true":
         reason += " fp16 ends at 65,504: look for inf in the outputs of models that were trained in bf16."
     sure: Literal["likely", "measure it"] = "measure it" if device.accelerator == "mps" else "likely"
-    choice = Choice("precision", value, reason, _PRECISION_PAGE, sure)
+    choice = Choice("precision", f"Trainer(precision={value!r})", reason, _PRECISION_PAGE, sure)
     return PrecisionAdvice((choice,), value, trainer_precision=value)
 
 
