@@ -20,8 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_mp.accumulation.lost_gradient import warn_about_lost_gradient
-from lightning_mp.core import private_results_api, private_resume_api
+from lightning_mp.accumulation.boundary import defer_checkpoints
+from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.accumulation.lost_gradient import lost_gradient_message
+from lightning_mp.core import private_results_api, private_resume_api, private_trainer_api
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_results_api import set_metric_state
@@ -85,7 +87,8 @@ class ExactResume(SettingsRepr, Callback):
     made draws at the first batch instead.
 
     Args:
-        on_unsupported: what to do if the position of a training loader cannot be recorded: ``"warn"`` or ``"error"``.
+        on_unsupported: ``"warn"`` or ``"error"``, if the position of a training loader cannot be recorded, or a
+            checkpoint is saved inside an accumulation window whose gradient it does not hold.
         record: a file ``*.jsonl`` to which a hash of each batch, loss, gradients, weights and state is written, for
             ``lightning-mp bits``. It costs one read from the device per batch.
 
@@ -93,7 +96,7 @@ class ExactResume(SettingsRepr, Callback):
         ValueError: if ``on_unsupported`` is neither, or ``record`` is not a ``.jsonl`` file; on loading, if the state
             in a checkpoint is damaged, or belongs to a loader with another dataset length or batch size.
         MisconfigurationException: at set-up, with ``on_unsupported="error"``, if the position of a training loader
-            cannot be recorded.
+            cannot be recorded; or at a save inside an accumulation window, except one on an exception.
 
     Example:
         >>> import lightning.pytorch as pl
@@ -188,6 +191,15 @@ class ExactResume(SettingsRepr, Callback):
                 position.restore_generators(state)
             RankRNG.restore_kept(resumed["random"]["of_ranks"])
         fit.before_epoch = captured(device)
+
+    @override
+    def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        """Lets no ``ModelCheckpoint`` write inside a window of the Trainer's own; our scheduler does so for its own."""
+
+        def is_open() -> bool:
+            return type(trainer.accumulate_grad_batches) is int and private_trainer_api.is_accumulating(trainer)
+
+        defer_checkpoints(trainer, is_open)
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -294,7 +306,7 @@ class ExactResume(SettingsRepr, Callback):
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if progress is None or self._is_tuning(trainer):
             return
-        self._warn_inside_window(trainer, progress)
+        self._tell_lost_gradient(trainer, progress)
         fit = self._fit
         metrics = fit.of_cut_epoch if fit.at_end is not None else None
         metrics = metrics or _metrics(trainer) | {"epoch_ends": private_resume_api.is_in_end_of_epoch(trainer)}
@@ -313,15 +325,23 @@ class ExactResume(SettingsRepr, Callback):
         progress = RunState.of(trainer).callback(ResumableProgress)
         return progress is not None and progress.is_tuning
 
-    def _warn_inside_window(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> None:
-        """Warns for the Trainer's own windows; AccumulationScheduler keeps or reports the gradient of its own."""
+    def _tell_lost_gradient(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> None:
+        """Of a window that is open; AccumulationScheduler keeps that of its own, or has warned already."""
+        controller = AccumulationController.of(trainer)
+        lost = controller.lost_window if controller is not None else None
         planned = trainer.accumulate_grad_batches
-        if type(planned) is not int:  # the scheduler's answer to Lightning's two questions
+        is_of_trainer = type(planned) is int  # not the scheduler's answer to Lightning's two questions
+        if is_of_trainer:
+            batches = progress["epoch_loop.batch_progress"]
+            position = 0 if batches["is_last_batch"] else batches["current"]["processed"] % planned
+            lost = (planned, position) if position else None
+        if lost is None:
             return
-        batches = progress["epoch_loop.batch_progress"]
-        position = 0 if batches["is_last_batch"] else batches["current"]["processed"] % planned
-        if position:
-            warn_about_lost_gradient(planned, position)
+        # A checkpoint that is saved on an exception must not replace it by another one.
+        if self.on_unsupported == "error" and not trainer.interrupted:
+            raise MisconfigurationException(f"ExactResume(on_unsupported='error'): {lost_gradient_message(*lost)}")
+        if is_of_trainer:
+            rank_zero_warn(lost_gradient_message(*lost))
 
     def _random(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> dict[str, Any]:
         """The random state from which a resumed run continues, and that of batches fetched ahead."""

@@ -1,5 +1,6 @@
 """Micro-batches that are halved when memory runs out, with the same gradient."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,9 +14,8 @@ from torch.optim import LBFGS
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_mp.accumulation.batch_split import SplitFunction, num_samples
+from lightning_mp.accumulation.batch_split import SplitFunction, SplitState
 from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.split_state import SplitState
 from lightning_mp.accumulation.split_step import SplitStep
 from lightning_mp.core import private_tensor_api, private_trainer_api
 from lightning_mp.core.arguments import function_or_none, whole_number
@@ -36,29 +36,28 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     part is weighted by what its loss is a mean over (:doc:`/accumulation`), or by its samples if that is unknown, so
     that together they have the gradient of the whole, up to rounding. Before the first part runs, the losses of some
     samples and of their halves are compared: a loss that is neither their mean nor their sum (in-batch negatives, dice
-    or a variance over the batch) is refused with the numbers. If it is their sum, micro-batches have equal weights from
-    then on.
+    or a variance over the batch) is refused with the numbers, and a message shows a difference that may be rounding. If
+    it is their sum, micro-batches have equal weights from then on.
 
     A failed attempt has no side effects: buffers, plain attributes and metrics of the module, logged values and random
-    numbers are restored to the start of the micro-batch. Gradients are zeroed, and earlier micro-batches of the window
-    are computed again, for which their batches are kept. The size that fits is used for all following micro-batches
-    of this rank; rank 0's is saved in the checkpoint. It never grows by itself; set :attr:`size` to None to start
-    over, or to a number to split from the start.
+    numbers are restored, gradients are zeroed, and earlier micro-batches of the window are computed again from their
+    batches. The size that fits is used for all following micro-batches of this rank; rank 0's is saved in the
+    checkpoint. Set :attr:`size` to None to start over, or to a number to split from the start.
 
     Parts run inside Lightning's closure. Batch indices, ``on_train_batch_*``, ``max_steps``, budgets, checkpoints
     and the optimizer see whole batches:
 
     - A micro-batch that fits is bit-identical to a run without the callback whose micro-batches weigh the same way.
-    - ``on_before_backward`` runs for each part, ``on_after_backward`` once, after the last one; both run again for
-      micro-batches that are computed again.
+    - ``on_before_backward`` runs for each part, ``on_after_backward`` once, after the last one, with a gradient that is
+      not yet divided by the item count; both run again for micro-batches that are computed again.
     - Values given to ``self.log`` are logged once, as the mean over parts by their weights, or by ``batch_size=`` where
-      that was given (sums, maxima and minima by ``reduce_fx``). Other outputs of the step are detached; rows are
-      concatenated, numbers averaged.
+      that was given (sums, maxima and minima by ``reduce_fx``; a metric's value of the step by samples). Other outputs
+      of the step are detached; rows are concatenated, numbers averaged.
     - Under DDP each rank repeats alone; ranks may use different sizes. Gradients are reduced once per window; after
       the last backward, and during it for batches whose shapes have fitted before. If such a backward runs out of
       memory, the run ends with a note.
     - Layers that normalise over the batch (BatchNorm) see parts, of two samples or more; a warning says so. Dropout
-      masks of parts differ from those of the whole. ``torch.compile`` recompiles for a new size.
+      masks of parts differ from those of the whole.
 
     It does not cover the optimizer step itself, validation, collectives inside the training step, and steps that
     change their batch in place.
@@ -76,7 +75,8 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
             manual optimization, LBFGS, a ``dataloader_iter`` step, or hooks on parameters after their gradient was
             accumulated; on several ranks also with SyncBatchNorm, ``dist_sync_on_step`` metrics, other gradient hooks
             on parameters, and DDP with ``static_graph``; with the first batch, if it cannot be split; with the first
-            one that does not fit, if losses do not add up.
+            one that does not fit, if losses do not add up, the step changes frozen parameters, or the optimizer
+            evaluates the loss again.
 
     Example:
         >>> from lightning_mp import MicroBatchOnOOM
@@ -89,7 +89,6 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         self.split = function_or_none(split, "split", "MicroBatchOnOOM", "from a batch and a size to a list of batches")
         self.min_size = whole_number(min_size, "min_size", "MicroBatchOnOOM", unit="samples")
         self._state = SplitState(self.split, self.min_size)
-        self._is_first_batch = True
 
     @property
     def size(self) -> int | None:
@@ -107,7 +106,9 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         """Refuses set-ups in which one rank cannot repeat a batch alone."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
-            _refuse(trainer, pl_module)
+            _refuse_trainer(trainer, pl_module)
+            # Parts are weighted also where other callbacks only count; the controller settles that as a fit starts.
+            AccumulationController.attach(trainer).settings.weighs_by_loss = True
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -117,26 +118,17 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         self._state.least = 2 if mixing else 1
         if mixing:
             _warn_about_mixing_layers(mixing)
-        self._is_first_batch = True
         # Not in `setup`, where callbacks request their windows.
-        is_new = AccumulationController.of(trainer) is None
+        is_new = AccumulationController.attach(trainer).settings.weighting is None
         controller = AccumulationController.weigh_by_loss(trainer)
         if is_new:
             controller.on_fit_start(trainer, pl_module)
-            if getattr(trainer.precision_plugin, "weight_by", "loss") is None:
-                controller.weigh_equally("the precision plugin has weight_by=None")
+        assert controller.weighting is not None
+        if controller.weighting.weight_by is None and getattr(trainer.precision_plugin, "weight_by", "loss") is None:
+            controller.weigh_equally("the precision plugin has weight_by=None")
         step = SplitStep(trainer, pl_module, self, self._state)
         if trainer.world_size > 1:
             _guard_all_gather(Patches.of(trainer), pl_module, step)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any, batch_idx: int
-    ) -> None:
-        """With the first batch: determines whether batches can be split."""
-        if self._is_first_batch and self.split is None:
-            num_samples(batch)
-        self._is_first_batch = False
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -154,7 +146,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
 def _guard_all_gather(patches: Patches, pl_module: "pl.LightningModule", step: SplitStep) -> None:
     def all_gather(*args: Any, **kwargs: Any) -> Any:
-        if step.is_running:
+        if step.under_way:
             raise MisconfigurationException(
                 "The training step called self.all_gather. MicroBatchOnOOM cannot repeat it on one rank alone: the"
                 " others would not take part, and wait forever. Gather outside of the training step, or remove the"
@@ -165,73 +157,60 @@ def _guard_all_gather(patches: Patches, pl_module: "pl.LightningModule", step: S
     method = patches.replace(pl_module, "all_gather", all_gather)
 
 
-def _refuse(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    strategy = trainer.strategy
+def _refuse(reasons: Mapping[str, object]) -> None:
+    """Raises the first one that applies."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise MisconfigurationException(f"MicroBatchOnOOM cannot be used with {reason}")
+
+
+def _refuse_trainer(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    strategy, name = trainer.strategy, type(trainer.strategy).__name__
     known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not is_pipelined(trainer)
-    if not known or strategy.handles_gradient_accumulation:
-        raise MisconfigurationException(
-            f"MicroBatchOnOOM works on a single device and with DDP, not with {type(strategy).__name__}: a rank that"
-            " repeats a forward alone would wait for the others forever. Find a batch size that fits on one device and"
-            " remove the callback."
-        )
-    if not pl_module.automatic_optimization:
-        raise MisconfigurationException(
-            "MicroBatchOnOOM needs automatic optimization; with automatic_optimization=False the module runs its own"
-            " backwards. Remove the callback or turn automatic optimization on."
-        )
-    if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
-        raise MisconfigurationException(
-            "MicroBatchOnOOM cannot repeat a training_step(dataloader_iter), which takes the batch out of the loader"
-            " itself. Use training_step(batch, batch_idx)."
-        )
-    if sum(isinstance(callback, MicroBatchOnOOM) for callback in private_trainer_api.callbacks_of(trainer)) > 1:
-        raise MisconfigurationException("There are two MicroBatchOnOOM callbacks; remove one of them.")
+    others = [one for one in private_trainer_api.callbacks_of(trainer) if isinstance(one, MicroBatchOnOOM)]
+    takes_iterator = is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True)
+    _refuse(
+        {
+            f"{name}: it works on a single device and with DDP, not with {name}: a rank that repeats a forward alone"
+            " would wait for the others forever. Use a batch size that fits.": not known
+            or strategy.handles_gradient_accumulation,
+            "automatic_optimization=False: it needs automatic optimization, as the module runs its own backwards"
+            " otherwise. Remove the callback, or turn that on.": not pl_module.automatic_optimization,
+            "training_step(dataloader_iter), which takes the batch out of the loader itself, so it cannot be repeated."
+            " Use training_step(batch, batch_idx).": takes_iterator,
+            "another one: there are two MicroBatchOnOOM callbacks. Remove one of them.": len(others) > 1,
+        }
+    )
 
 
 def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-        raise MisconfigurationException(
-            "MicroBatchOnOOM cannot be used with LBFGS, which evaluates the loss several times in one step. Use another"
-            " optimizer, or remove the callback."
-        )
-    parameters = dict(pl_module.named_parameters())
-    hooked = [name for name, p in parameters.items() if private_tensor_api.has_hooks_after_accumulation(p)]
-    if hooked:
-        raise MisconfigurationException(
-            f"MicroBatchOnOOM cannot be used with register_post_accumulate_grad_hook ({listed(hooked)}): such a hook"
-            " would run on the gradient of each part. Change gradients in on_after_backward or"
-            " on_before_optimizer_step instead."
-        )
-    if trainer.world_size > 1:
-        _refuse_on_several_ranks(trainer, pl_module)
-
-
-def _refuse_on_several_ranks(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    if getattr(trainer.strategy.model, "static_graph", False):
-        raise MisconfigurationException(
-            "MicroBatchOnOOM cannot be used with DDPStrategy(static_graph=True), which expects the same number of"
-            " backward passes in every step. Leave static_graph out, or remove the callback."
-        )
-    hooked = [name for name, p in pl_module.named_parameters() if private_tensor_api.has_gradient_hooks(p)]
-    if hooked:
-        raise MisconfigurationException(
-            f"MicroBatchOnOOM cannot be used with gradient hooks on parameters ({listed(hooked)}) on several ranks:"
-            " they would run once more when gradients are reduced. Change gradients in on_after_backward or"
-            " on_before_optimizer_step instead of Tensor.register_hook."
-        )
-    synced = [name for name, module in pl_module.named_modules() if isinstance(module, nn.SyncBatchNorm)]
-    if synced:
-        raise MisconfigurationException(
-            f"MicroBatchOnOOM cannot be used with SyncBatchNorm ({listed(synced)}) on several ranks: it reduces"
-            " in every forward, and a rank that repeats one alone waits for the other ranks forever. Use a"
-            " normalisation of single samples (GroupNorm, LayerNorm), or remove the callback."
-        )
-    metrics = [n for n, module in pl_module.named_modules() if isinstance(module, Metric) and module.dist_sync_on_step]
-    if metrics:
-        raise MisconfigurationException(
-            f"MicroBatchOnOOM cannot be used with metrics that have dist_sync_on_step=True ({listed(metrics)}): they"
-            " gather in every step, and a rank that repeats one alone waits for the other ranks forever. Leave it out."
-        )
+    parameters, modules, several = (
+        dict(pl_module.named_parameters()),
+        dict(pl_module.named_modules()),
+        trainer.world_size > 1,
+    )
+    after = [name for name, p in parameters.items() if private_tensor_api.has_hooks_after_accumulation(p)]
+    hooked = [name for name, p in parameters.items() if private_tensor_api.has_gradient_hooks(p)]
+    synced = [name for name, module in modules.items() if isinstance(module, nn.SyncBatchNorm)]
+    metrics = [name for name, module in modules.items() if isinstance(module, Metric) and module.dist_sync_on_step]
+    waits = "and a rank that repeats one alone waits for the other ranks forever."
+    _refuse(
+        {
+            "LBFGS, which evaluates the loss several times in one step. Use another optimizer, or remove the"
+            " callback.": any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers),
+            f"register_post_accumulate_grad_hook ({listed(after)}): such a hook would run on the gradient of each part."
+            " Change gradients in on_before_optimizer_step instead.": after,
+            "DDPStrategy(static_graph=True), which expects the same number of backward passes in every step. Leave"
+            " static_graph out, or remove the callback.": getattr(trainer.strategy.model, "static_graph", False),
+            f"gradient hooks on parameters ({listed(hooked)}) on several ranks: they would run once more when gradients"
+            " are reduced. Change gradients in on_before_optimizer_step instead of Tensor.register_hook.": several
+            and hooked,
+            f"SyncBatchNorm ({listed(synced)}) on several ranks: it reduces in every forward, {waits} Use a"
+            " normalisation of single samples (GroupNorm, LayerNorm), or remove the callback.": several and synced,
+            f"metrics that have dist_sync_on_step=True ({listed(metrics)}): they gather in every step, {waits} Leave it"
+            " out.": several and metrics,
+        }
+    )
 
 
 def _warn_about_mixing_layers(names: list[str]) -> None:

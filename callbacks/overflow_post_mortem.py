@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_mp.accumulation.running_parts import RunningParts
+from lightning_mp.accumulation.running_parts import RunningPart, RunningParts
 from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
@@ -169,18 +169,16 @@ class OverflowPostMortem(SettingsRepr, Callback):
         window = self._fit.windows.get(trainer.global_step)
         if window is None:
             return
-        running = RunningParts.of(trainer)
-        if running.part is not None:
-            self._keep_part(window, running)
+        part = RunningParts.of(trainer).part
+        if part is not None:
+            self._keep_part(window, part)
         window[-1].scaled_loss = loss.detach()
 
-    def _keep_part(self, window: list[MicroBatch], running: RunningParts) -> None:
+    def _keep_part(self, window: list[MicroBatch], part: RunningPart) -> None:
         """Parts of a split micro-batch are replayed one by one; they are kept in place of it."""
-        assert running.random_state is not None
-        is_first = running.index == 0
         divisor = window[-1].divisor
-        window[:] = [one for one in window if one.batch_idx != running.batch_idx or not is_first]
-        window.append(MicroBatch(running.part, running.batch_idx, running.random_state, divisor))
+        window[:] = [one for one in window if one.batch_idx != part.batch_idx or part.position > 0]
+        window.append(MicroBatch(part.batch, part.batch_idx, part.random_state, divisor))
 
     # -- a skipped step ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Splits a batch into smaller ones along its first dimension, and joins what a step returned for each."""
+"""Splits a batch into smaller ones along its first dimension."""
 
 import dataclasses
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -15,6 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 #: From a batch and a number of samples to batches of at most that many samples, in order.
 SplitFunction = Callable[[Any, int], Sequence[Any]]
+
+#: The loss of a batch is the mean of its parts' losses by what they count, or their sum.
+LossForm = Literal["mean", "sum"]
 
 _FIX = (
     " Pass MicroBatchOnOOM(split=...), a function from a batch and a size to a list of batches of at most that many"
@@ -50,12 +53,13 @@ def num_samples(batch: Any) -> int:
     rows: dict[str, int] = {}
 
     def note(part: Any, path: str) -> Any:
-        rows[path] = len(part)
+        length = _rows(part, path)
+        if length is not None:
+            rows[path] = length
         return part
 
-    _map_rows(batch, note)
-    first_path = next(iter(rows), "")
-    count = rows.get(first_path, 0)
+    _map_leaves(batch, note)
+    first_path, count = next(iter(rows.items()), ("", 0))
     for path, length in rows.items():
         if length != count:
             raise UnsplittableBatchError(f"this batch: {path} has {length} rows, {first_path} has {count}.")
@@ -102,7 +106,7 @@ def split_batch(batch: Any, size: int, least: int = 1) -> list[Microbatch]:
     if samples <= size:
         return [Microbatch(batch, samples)]
     return [
-        Microbatch(_map_rows(batch, partial(_slice, part=slice(start, stop))), stop - start)
+        Microbatch(_map_leaves(batch, partial(_slice, part=slice(start, stop))), stop - start)
         for start, stop in microbatch_bounds(samples, size, least)
     ]
 
@@ -122,7 +126,7 @@ def split_by(split: SplitFunction, batch: Any, size: int) -> list[Microbatch]:
 
 
 def copied_containers(batch: Any) -> Any:
-    """The same tensors in new dicts and lists, of which a training step may pop entries.
+    """The same tensors in copies of what holds them, to which a training step may write.
 
     >>> import torch
     >>> batch = {"x": [torch.ones(2)]}
@@ -130,114 +134,81 @@ def copied_containers(batch: Any) -> Any:
     >>> len(batch["x"])
     1
     """
-    if _is_tensordict(batch):
-        return copy(batch)
-    if isinstance(batch, MutableMapping):
-        return _rebuild_mapping(batch, {key: copied_containers(part) for key, part in batch.items()})
-    if isinstance(batch, list | tuple) and _holds_tensor(batch):
-        return _rebuild_sequence(batch, [copied_containers(part) for part in batch])
-    return batch
+    return _map_leaves(batch, lambda leaf, _: leaf if _is_array(leaf) else copy(leaf))
 
 
-def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
-    """The mean of floating-point tensors by weights; what weighs nothing is left out, even if it is NaN.
+@dataclasses.dataclass
+class SplitState:
+    """How the batches of a run are split: the settings of ``MicroBatchOnOOM``, and what the run has found out."""
 
-    >>> import torch
-    >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0), torch.tensor(torch.nan)], [1, 2, 0])
-    tensor(3.)
-    """
-    stacked = torch.stack(list(values))
-    by = torch.stack([torch.as_tensor(weight, dtype=torch.float64, device=stacked.device) for weight in weights])
-    # Where nothing is counted, the whole has the same NaN as its parts, or the same number.
-    by = torch.where(by.sum() > 0, by, 1.0)
-    by = (by / by.sum()).reshape(-1, *[1] * (stacked.ndim - 1)).to(stacked.dtype)
-    return torch.where(by > 0, stacked * by, 0.0).sum(0)
+    split: SplitFunction | None  # a user's function
+    min_size: int
+    least: int = 1  # rows in a part: two where layers normalise over them
+    size: int | None = None  # samples in a part at most; None while everything has fitted
+    form: LossForm | None = None  # None before the first split
 
+    def parts_of(self, batch: Any) -> list[Microbatch]:
+        """The batch, or its parts; a training step may write to the containers of each."""
+        batch = copied_containers(batch)
+        if self.size is None:
+            return [Microbatch(batch, 1)]
+        return (
+            split_batch(batch, self.size, self.least) if self.split is None else split_by(self.split, batch, self.size)
+        )
 
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float | Tensor]) -> Any:
-    """Joins what a step returned for each microbatch into what it might have returned for the whole.
-
-    Tensors with one row per sample, and lists with one entry per sample, are joined. Floating-point numbers, and
-    tensors of one shape, are averaged by ``weights``. Mappings, and lists that hold tensors, are joined entry by entry.
-    Of anything else the last microbatch's is taken.
-
-    >>> import torch
-    >>> merge_outputs([{"acc": 0.5, "y": torch.ones(3)}, {"acc": 1.0, "y": torch.zeros(1)}], [3, 1], [3, 1])
-    {'acc': 0.625, 'y': tensor([1., 1., 1., 0.])}
-    """
-    last = outputs[-1]
-    if len(outputs) == 1 or any(type(output) is not type(last) for output in outputs):
-        return last
-    if isinstance(last, Tensor):
-        return _merge_tensors(outputs, sizes, weights)
-    if isinstance(last, float):
-        return float(weighted_mean([torch.tensor(output, dtype=torch.float64) for output in outputs], weights))
-    if isinstance(last, Mapping):
-        keys = [key for key in last if all(key in output for output in outputs)]
-        merged = {key: merge_outputs([output[key] for output in outputs], sizes, weights) for key in keys}
-        return _rebuild_mapping(last, merged)
-    if isinstance(last, list | tuple):
-        return _merge_sequences(outputs, sizes, weights)
-    return last
-
-
-def _merge_tensors(outputs: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float | Tensor]) -> Tensor:
-    if all(o.ndim and o.shape[0] == size for o, size in zip(outputs, sizes, strict=True)):
-        if len({o.shape[1:] for o in outputs}) == 1:
-            return torch.cat(list(outputs))
-    elif len({o.shape for o in outputs}) == 1 and outputs[-1].is_floating_point():
-        return weighted_mean(outputs, weights)
-    return outputs[-1]
-
-
-def _merge_sequences(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float | Tensor]) -> Any:
-    last = outputs[-1]
-    if not _holds_tensor(last):
-        if hasattr(last, "_fields") or any(len(o) != size for o, size in zip(outputs, sizes, strict=True)):
-            return last
-        return type(last)(entry for output in outputs for entry in output)
-    if any(len(output) != len(last) for output in outputs):
-        return last
-    return _rebuild_sequence(last, [merge_outputs(parts, sizes, weights) for parts in zip(*outputs, strict=True)])
+    def samples_of(self, batch: Any) -> int:
+        """How many samples a batch holds."""
+        return num_samples(batch) if self.split is None else len(self.split(batch, 1))
 
 
 # -- taking apart and putting together ---------------------------------------------------------------------------------
 
 
-def _map_rows(value: Any, visit: Callable[[Any, str], Any], path: str = "batch") -> Any:
-    """The same containers with what ``visit`` makes of everything in them that has one row per sample, at its path."""
-    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
-        raise UnsplittableBatchError(f"this batch: {path} is a nested or sparse tensor.")
-    if isinstance(value, PackedSequence):
-        raise UnsplittableBatchError(f"this batch: {path} is a PackedSequence.")
+def _map_leaves(value: Any, visit: Callable[[Any, str], Any], path: str = "batch") -> Any:
+    """The same containers with what ``visit`` makes of each thing in them and its path; numbers and texts stay."""
     if isinstance(value, _SHARED):
         return value
-    if _is_tensordict(value) and not value.batch_size and len(value.keys()):
-        raise UnsplittableBatchError(f"this batch: {path} is a {type(value).__name__} without a batch dimension.")
-    if _is_array(value):
-        return visit(value, path) if value.ndim else value
-    if _is_list_of_samples(value):
-        return visit(value, path) if value else value
-    if isinstance(value, MutableMapping):
-        return _rebuild_mapping(value, {k: _map_rows(part, visit, f"{path}[{k!r}]") for k, part in value.items()})
-    if isinstance(value, list | tuple):
-        return _rebuild_sequence(value, [_map_rows(part, visit, f"{path}[{i}]") for i, part in enumerate(value)])
-    if not _is_dataclass(value):
-        raise UnsplittableBatchError(f"this batch: {path} is of type {type(value).__name__!r}.")
+    if isinstance(value, MutableMapping) and not _is_tensordict(value):
+        return rebuilt_mapping(value, {k: _map_leaves(part, visit, f"{path}[{k!r}]") for k, part in value.items()})
+    if _is_sequence_of_parts(value):
+        return rebuilt_sequence(value, [_map_leaves(part, visit, f"{path}[{i}]") for i, part in enumerate(value)])
+    if not _is_dataclass(value) or _is_tensordict(value):
+        return visit(value, path)
     rebuilt = copy(value)
     for field in dataclasses.fields(value):
         # A frozen dataclass has no other way.
-        part = _map_rows(getattr(value, field.name), visit, f"{path}.{field.name}")
+        part = _map_leaves(getattr(value, field.name), visit, f"{path}.{field.name}")
         object.__setattr__(rebuilt, field.name, part)
     return rebuilt
 
 
-def _slice(rows: Any, path: str, part: slice) -> Any:
-    return rows[part] if _is_array(rows) else type(rows)(rows[part])
+def _rows(value: Any, path: str) -> int | None:
+    """How many samples something in a batch has; None where it goes to every microbatch as it is."""
+    problem = ""
+    if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
+        problem = "a nested or sparse tensor"
+    elif _is_tensordict(value) and not value.batch_size and len(value.keys()):
+        problem = f"a {type(value).__name__} without a batch dimension"
+    elif not (_is_array(value) or _is_tensordict(value) or isinstance(value, list | tuple)):
+        problem = f"of type {type(value).__name__!r}"
+    elif isinstance(value, PackedSequence):
+        problem = "a PackedSequence"
+    if problem:
+        raise UnsplittableBatchError(f"this batch: {path} is {problem}.")
+    has_rows = value.ndim if _is_array(value) else len(value)
+    return len(value) if has_rows else None
 
 
-def _is_list_of_samples(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not hasattr(value, "_fields") and not _holds_tensor(value)
+def _slice(value: Any, path: str, part: slice) -> Any:
+    if _rows(value, path) is None:
+        return value
+    return type(value)(value[part]) if isinstance(value, list | tuple) else value[part]
+
+
+def _is_sequence_of_parts(value: Any) -> bool:
+    """A list or tuple that holds other things than samples: tensors, or named fields."""
+    is_sequence = isinstance(value, list | tuple) and not isinstance(value, PackedSequence)
+    return is_sequence and (hasattr(value, "_fields") or holds_tensor(value))
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -245,11 +216,9 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """A tensor, a TensorDict or a NumPy array; NumPy is imported only if the user has done so."""
+    """A tensor or a NumPy array; NumPy is imported only if the user has done so."""
     numpy = sys.modules.get("numpy")
-    if isinstance(value, Tensor) or _is_tensordict(value):
-        return True
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
 
 
 def _is_tensordict(value: Any) -> bool:
@@ -257,30 +226,29 @@ def _is_tensordict(value: Any) -> bool:
     return not isinstance(value, Tensor) and isinstance(getattr(value, "batch_size", None), torch.Size)
 
 
-def _holds_tensor(value: Any) -> bool:
-    if _is_array(value):
-        return True
+def holds_tensor(value: Any) -> bool:
+    """Whether a tensor or an array is anywhere in it."""
     if isinstance(value, Mapping):
-        return any(_holds_tensor(part) for part in value.values())
-    if isinstance(value, list | tuple):
-        return any(_holds_tensor(part) for part in value)
-    if _is_dataclass(value):
-        return any(_holds_tensor(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return False
+        value = value.values()
+    elif _is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif not isinstance(value, list | tuple):
+        return _is_array(value) or _is_tensordict(value)
+    return any(holds_tensor(part) for part in value)
 
 
-def _rebuild_mapping(like: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
+def rebuilt_mapping(like: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
+    """One of the same kind with this content. Its constructor may take other arguments, so it is copied."""
     if not isinstance(like, MutableMapping):
         return content
-    # A copy keeps what the class knows besides its entries; its constructor may take other arguments.
     rebuilt = copy(like)
-    for key in like:
-        if key in content:
-            rebuilt[key] = content[key]
-        else:
-            del rebuilt[key]
+    for key in like.keys() - content.keys():
+        del rebuilt[key]
+    for key, part in content.items():
+        rebuilt[key] = part
     return rebuilt
 
 
-def _rebuild_sequence(like: Any, content: list[Any]) -> Any:
+def rebuilt_sequence(like: Any, content: list[Any]) -> Any:
+    """A list, tuple or named tuple of the same kind with this content."""
     return type(like)(*content) if hasattr(like, "_fields") else type(like)(content)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,8 +20,7 @@ from lightning_mp.accumulation.boundary import (
     refuse_repeated_losses,
     repeated_losses,
 )
-from lightning_mp.accumulation.lost_gradient import warn_about_lost_gradient
-from lightning_mp.accumulation.micro_batch_meter import MicroBatchMeter
+from lightning_mp.accumulation.lost_gradient import lost_gradient_message
 from lightning_mp.accumulation.partial_state import PartialAccumulation
 from lightning_mp.accumulation.schedule import Progress, TargetBatch
 from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
@@ -30,16 +29,17 @@ from lightning_mp.core.patches import Patches
 from lightning_mp.core.ranks import sum_over_ranks_, world_size
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.saved_state import MAPPING, POSITIVE, checked_state, or_none
-from lightning_mp.core.trainer_ranks import is_pipelined
+from lightning_mp.core.trainer_ranks import data_rank, is_pipelined, num_data_ranks
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.sync import reduce_first_backward
 from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.optimizer_step.outcome import StepOutcome
 from lightning_mp.optimizers.evaluations import requires_closure
 from lightning_mp.tokens import batch_tokens
-from lightning_mp.tokens.budget import TokenBudget, is_spent_already
+from lightning_mp.tokens.budget import BudgetLimiter, TokenBudget, is_spent_already
 from lightning_mp.tokens.counter import TokenCounter
 from lightning_mp.tokens.loss_weighting import Measure, WeightBy, Weighting
+from lightning_mp.tokens.ragged_batches import RaggedBatches
 from lightning_mp.tokens.run_counts import RunCounts
 
 if TYPE_CHECKING:
@@ -51,7 +51,11 @@ if TYPE_CHECKING:
 class _Fit:
     """What one fit has settled, and what is under way in it."""
 
-    meter: MicroBatchMeter | None = None  # from the first batch on, if micro-batches are counted or weighed
+    # From the first batch on, if micro-batches are counted or weighed: how, and whether the schedule needs it.
+    weighting: Weighting | None = None
+    schedule_counts: bool = False
+    ragged: RaggedBatches | None = None  # the same, if rows are samples
+    limiter: BudgetLimiter | None = None  # from the first batch of a run on a budget
     weighing: "MicroBatchWeighing | None" = None  # from the start of the fit on, if micro-batches are weighed
     boundary: AccumulationBoundary | None = None
     before_steps: list[Callable[[], None]] = field(default_factory=list)
@@ -153,8 +157,7 @@ class AccumulationController(RunCounts):
     @override
     def weighting(self) -> Weighting | None:
         """How micro-batches are measured, settled by the first batch; None where they are not weighted."""
-        meter = self._fit.meter
-        return self.settings.weighting if meter is None else meter.weighting
+        return self._fit.weighting or self.settings.weighting
 
     @property
     @override
@@ -204,7 +207,7 @@ class AccumulationController(RunCounts):
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses an optimizer that evaluates the loss several times in one step; says where weights must be equal."""
-        if not self.settings.follows_trainer:
+        if self.settings.weighting is not None and not self.settings.follows_trainer:
             refuse_repeated_losses(trainer)
         self.state = replace(self.state, end_tokens=None)
         if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
@@ -282,31 +285,37 @@ class AccumulationController(RunCounts):
         settings, fit = self.settings, self._fit
         if settings.weighting is None:
             return
-        if fit.meter is not None and fit.meter.has_trimmed:
-            fit.meter.restore_labels()
+        if fit.limiter is not None:
+            fit.limiter.restore_labels()
         index = trainer.fit_loop.epoch_loop.batch_idx if fit.takes_iterator else batch_idx
         if settings.follows_trainer:
             if not pl_module.automatic_optimization:
                 return
             if index % int(trainer.accumulate_grad_batches) == 0 or self.state.window.totals is None:
                 self.state = windows.close_early(self.state)
-        is_first = fit.meter is None and not fit.takes_iterator
+        is_first = fit.weighting is None and not fit.takes_iterator
         if is_first and (settings.weighting.weight_by is not None or not settings.follows_trainer):
-            fit.meter = self._inspect_first_batch(trainer, pl_module, batch)
-        meter, opens, ends_run = fit.meter, not self.state.window.is_open, False
-        if meter is None:
+            self._inspect_first_batch(trainer, pl_module, batch)
+        opens, ends_run = not self.state.window.is_open, False
+        if fit.weighting is None:
             measure = Measure(1, 0, 0, 0, divisor=batch_tokens.declared_divisor(batch))
         else:
-            measure = meter.weighting.measure(batch)
+            measure = fit.weighting.measure(batch)
+            if fit.ragged is not None and fit.weighting.takes_rows(batch):
+                fit.ragged.look(batch)
             budget = None if settings.budget is None and self.state.end_tokens is None else self.budget
-            if budget is not None or meter.looks_at_rows:
-                measure, ends_run = meter.look(batch, measure, self.state.window, budget)
+            if budget is not None:
+                if fit.limiter is None:
+                    ranks = data_rank(trainer), num_data_ranks(trainer)
+                    fit.limiter = BudgetLimiter(self.counter, fit.weighting, *ranks, pl_module.device)
+                totals = self.state.window.totals if self.state.window.is_open else None
+                measure, ends_run = fit.limiter.limit(budget, totals, self.state.window.position, measure, batch)
         ends_epoch = trainer.is_last_batch or index + 1 >= trainer.num_training_batches
         another_follows = settings.carries_over and another_epoch_follows(trainer)
         micro_batch = MicroBatch(measure, ends_run, ends_epoch, another_follows, is_repeated=trainer.current_epoch > 0)
         if opens:
             progress = Progress(epoch=trainer.current_epoch, step=trainer.global_step)
-            if meter is not None and meter.schedule_counts:
+            if fit.schedule_counts:
                 progress = self.state.counted(progress, self.counter)
             self.state = windows.open_window(settings, self.state, progress)
             if is_first and isinstance(settings.schedule, TargetBatch):
@@ -412,8 +421,8 @@ class AccumulationController(RunCounts):
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Settles the counter."""
-        if self._fit.meter is not None:
-            self._fit.meter.restore_labels()
+        if self._fit.limiter is not None:
+            self._fit.limiter.restore_labels()
         self.counter.flush_pending()
         if self._fit.weighing is not None:
             self.state = self._fit.weighing.settle_window(self.state)
@@ -428,8 +437,8 @@ class AccumulationController(RunCounts):
         """Ends a fit. The controller stays among the callbacks, so that a checkpoint written later holds its state."""
         if not self.settings.follows_trainer:
             trainer.accumulate_grad_batches = self.settings.idle_value()
-        if self._fit.meter is not None:
-            self._fit.meter.restore_labels()
+        if self._fit.limiter is not None:
+            self._fit.limiter.restore_labels()
         self.settings = AccumulationSettings(self.settings.constant)
         self._fit, self._has_fitted = _Fit(), True
         self.state = replace(windows.close_early(self.state), micro_batch=None)
@@ -456,7 +465,7 @@ class AccumulationController(RunCounts):
         whole = self.state.micro_batch.measure if self.state.micro_batch is not None else Measure(1, 0, 0, 0)
         counted: list[float | Tensor] = [whole.items * number / sum(samples) for number in samples]
         if self._is_weighed_by_hand and self.weight_by in ("token", "sample"):
-            own = [self._fit.meter.weighting.measure(batch).items for batch in batches if self._fit.meter is not None]
+            own = [self._fit.weighting.measure(batch).items for batch in batches if self._fit.weighting is not None]
             # A function that does not count samples or tokens counts no part either.
             if any(isinstance(items, Tensor) for items in (*own, whole.items)) or sum(own) == whole.items:
                 counted = own
@@ -499,9 +508,9 @@ class AccumulationController(RunCounts):
 
         None if it would weigh its samples. Waits for the device.
         """
-        weighing, meter = self._fit.weighing, self._fit.meter
-        if self._is_weighed_by_hand and self.weight_by in ("token", "sample") and meter is not None:
-            return float(meter.weighting.measure(part).items), False
+        weighing, weighting = self._fit.weighing, self._fit.weighting
+        if self._is_weighed_by_hand and self.weight_by in ("token", "sample") and weighting is not None:
+            return float(weighting.measure(part).items), False
         return weighing.count(loss) if weighing is not None and weighing.source == "loss" else None
 
     @property
@@ -537,7 +546,7 @@ class AccumulationController(RunCounts):
             is_repeated = micro_batch is not None and micro_batch.is_repeated
             copy = self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
             if weighing is not None:
-                self.state = weighing.close_window(self.state, copy, are_here=totals.device.type == "cpu")
+                self.state = weighing.close_window(self.state, copy)
         for function in self._fit.before_steps:
             function()
         return factor
@@ -548,17 +557,29 @@ class AccumulationController(RunCounts):
     def _num_data_ranks(self) -> int:
         return self.state.layout.data_ranks if self.state.layout is not None else 1
 
-    def _inspect_first_batch(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any
-    ) -> MicroBatchMeter:
-        by_loss = self._fit.weighing is not None and self._fit.weighing.source == "loss"
-        meter = MicroBatchMeter(trainer, pl_module, self.settings, self.counter, batch, by_loss=by_loss)
-        schedule = self.settings.schedule
-        if schedule is not None and self.state.lacks_sizes(schedule.units):
-            samples, tokens = trainer.strategy.broadcast(meter.weighting.size(batch, schedule.units))
+    def _inspect_first_batch(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> None:
+        """Settles how all micro-batches are measured."""
+        settings, fit = self.settings, self._fit
+        assert settings.weighting is not None
+        fit.weighting = weighting = settings.weighting.resolved(
+            batch,
+            by_loss=fit.weighing is not None and fit.weighing.source == "loss",
+            shifted=bool(trainer.strategy.broadcast(batch_tokens.shifts_labels_inside(pl_module, batch))),
+            tokens_for=settings.tokens_for,
+            needs_samples=settings.needs_samples,
+        )
+        if weighting.counts_rows:
+            fit.ragged = RaggedBatches(
+                "accumulation weighs micro-batches, or counts samples, by them.",
+                "If the loss is a mean over something else, pass count=, a function from a batch to the number that its"
+                " loss is a mean over, or put a tensor with one row per sample first.",
+            )
+        units = settings.schedule.units if settings.schedule is not None else frozenset()
+        fit.schedule_counts = not units <= {"epoch", "step"}
+        if self.state.lacks_sizes(units):
+            samples, tokens = trainer.strategy.broadcast(weighting.size(batch, units))
             ranks = self._num_data_ranks
             self.state = replace(self.state, micro_batch_samples=ranks * samples, micro_batch_tokens=ranks * tokens)
-        return meter
 
     def _report_target(self, counted: str) -> None:
         size = self.state.micro_batch_tokens if counted == "token" else self.state.micro_batch_samples
@@ -594,14 +615,21 @@ class AccumulationController(RunCounts):
     ) -> None:
         """Saves the gradient of an open window if asked to, else warns that it would be lost."""
         window = self.state.window
-        if not window.is_open or window.totals is None or self.settings.follows_trainer:
-            return
-        # A micro-batch that is interrupted after its loss is done again, and may have added to the gradient already.
-        if self.settings.saves_partial_gradients and not self._fit.is_in_backward:
+        if self.lost_window is not None:
+            rank_zero_warn(lost_gradient_message(*self.lost_window))
+        elif window.is_open and window.totals is not None and not self.settings.follows_trainer:
             totals = window.totals.tensor(pl_module.device)
             PartialAccumulation.of(trainer, pl_module, window.planned, window.position, totals).save(checkpoint)
-            return
-        warn_about_lost_gradient(window.planned, window.position)
+
+    @property
+    def lost_window(self) -> tuple[int, int] | None:
+        """How many micro-batches are planned and done, of a window whose gradient a checkpoint of now would lose."""
+        window = self.state.window
+        if not window.is_open or window.totals is None or self.settings.follows_trainer:
+            return None
+        # A micro-batch that is interrupted after its loss is done again, and may have added to the gradient already.
+        is_kept = self.settings.saves_partial_gradients and not self._fit.is_in_backward
+        return None if is_kept else (window.planned, window.position)
 
     def weights_state(self, *, settle: bool = True) -> dict[str, Any]:
         """What is known of the run's losses, for a checkpoint; to ``settle`` the last window call it on all ranks."""

@@ -10,18 +10,20 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_mp.accumulation.batch_split import Microbatch, copied_containers
+from lightning_mp.accumulation.batch_split import LossForm, Microbatch, SplitState, copied_containers
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.out_of_memory import is_out_of_memory
-from lightning_mp.accumulation.split_state import LossForm, SplitState
-from lightning_mp.core.messages import lightning_logger
+from lightning_mp.core import private_tensor_api
+from lightning_mp.core.messages import lightning_logger, listed
 from lightning_mp.core.private_loop_api import BatchClosure
 from lightning_mp.core.random_state import RandomState
 from lightning_mp.modules.state import logging_muted
 from lightning_mp.tokens.batch_tokens import declared_divisor
 
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 3e-2  # relative; autocast rounds each loss by itself
+_SILENT = 1e-2  # of the tolerance: a message shows larger differences that are taken for rounding
 _MOST_COMPARISONS = 4
 
 
@@ -33,67 +35,55 @@ class PartLoss(NamedTuple):
     is_mean: bool = False  # its graph shows a mean over these
 
 
-def loss_form(whole: float, halves: Sequence[PartLoss], tolerance: float) -> LossForm | Literal["neither"] | None:
-    """How the loss of some samples is made of those of their halves; None if these do not show it.
+class Comparison(NamedTuple):
+    """The loss of some samples beside those of their halves."""
 
-    Args:
-        whole: the loss of all of them.
-        halves: what each half counts, and its loss.
-        tolerance: by how much the numbers may differ, relative to their size.
+    samples: int
+    whole: float
+    halves: Sequence[PartLoss]
 
-    Example:
-        >>> loss_form(2.5, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
-        'mean'
-        >>> loss_form(5.0, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
-        'sum'
-        >>> loss_form(1.0, [PartLoss(2, 2.0), PartLoss(2, 3.0)], 1e-3)
-        'neither'
-        >>> loss_form(3.0, [PartLoss(2, 3.0), PartLoss(0, float("nan"))], 1e-3) is None
-        True
-    """
-    counting = [half for half in halves if half.items > 0]
-    if not counting:  # then the whole counts nothing either, and is the same number, or none
-        is_same = all(abs(half.loss - whole) <= tolerance * abs(whole) for half in halves)
-        return None if is_same or not math.isfinite(whole) else "neither"
-    mean, total = mean_and_sum(counting)
-    mean_size, size = mean_and_sum([PartLoss(half.items, abs(half.loss)) for half in counting])
-    is_mean = abs(mean - whole) <= tolerance * max(abs(whole), mean_size)
-    is_sum = abs(total - whole) <= tolerance * max(abs(whole), size)
-    if is_mean:
-        # A half that counts nothing is no test of a mean.
-        return None if is_sum or len(counting) < len(halves) else "mean"
-    # Nor is one without a loss a test of a sum: any mean looks like one then.
-    has_losses = all(abs(half.loss) > tolerance * size for half in counting)
-    return "sum" if is_sum and has_losses and len(counting) == len(halves) else "neither"
+    def off(self, form: LossForm) -> float:
+        """By how much it differs from their mean by what they count, or their sum, relative to the numbers."""
+        count = sum(half.items for half in self.halves) or 1.0
+        terms = [half.loss * (half.items / count if form == "mean" else 1.0) for half in self.halves if half.items > 0]
+        return abs(sum(terms) - self.whole) / (max(abs(self.whole), sum(map(abs, terms))) or 1.0)
 
+    def form(self, tolerance: float, *, is_divided: bool = False) -> LossForm | Literal["neither"] | None:
+        """How the loss is made of those of the halves; None if these do not show it.
 
-def not_additive(samples: int, whole: float, halves: Sequence[PartLoss]) -> MisconfigurationException:
-    """The refusal of a loss that is neither the mean nor the sum of its parts' losses."""
-    losses = " and ".join(f"{half.loss:.4g} (over {half.items:g})" for half in halves)
-    return MisconfigurationException(
-        f"MicroBatchOnOOM: the loss of {samples} samples is {whole:.4g}, those of their halves are {losses}: it is"
-        " neither their mean nor their sum, so the batch cannot be split. Use a smaller batch, or"
-        " ActivationCheckpointing."
-    )
+        Args:
+            tolerance: by how much the numbers may differ, relative to their size.
+            is_divided: by a number of items that the batch declares, so that losses of 0 add up too.
 
+        Example:
+            >>> Comparison(4, 2.5, [PartLoss(2, 2.0), PartLoss(2, 3.0)]).form(1e-3)
+            'mean'
+            >>> Comparison(4, 5.0, [PartLoss(2, 2.0), PartLoss(2, 3.0)]).form(1e-3)
+            'sum'
+            >>> Comparison(4, 1.0, [PartLoss(2, 2.0), PartLoss(2, 3.0)]).form(1e-3)
+            'neither'
+            >>> Comparison(4, 3.0, [PartLoss(2, 3.0), PartLoss(0, float("nan"))]).form(1e-3) is None
+            True
+        """
+        all_count = all(half.items > 0 for half in self.halves)
+        is_sum = self.off("sum") <= tolerance
+        if not any(half.items > 0 for half in self.halves):
+            # Then the whole counts nothing either, and is the same number, or none.
+            is_same = all(abs(half.loss - self.whole) <= tolerance * abs(self.whole) for half in self.halves)
+            return None if is_same or not math.isfinite(self.whole) else "neither"
+        if self.off("mean") <= tolerance:
+            return "mean" if all_count and not is_sum else None  # a half that counts nothing is no test
+        if not is_sum or not all_count:
+            return "neither"
+        size = sum(abs(half.loss) for half in self.halves)
+        if all(abs(half.loss) > tolerance * size for half in self.halves):
+            return "sum"
+        return None if is_divided else "neither"  # any mean looks like a sum beside a half without a loss
 
-def likelier_form(whole: float, halves: Sequence[PartLoss]) -> LossForm:
-    """The nearer one, where random numbers make both inexact.
-
-    >>> likelier_form(2.4, [PartLoss(2, 2.0), PartLoss(2, 3.0)]), likelier_form(4.6, [PartLoss(2, 2), PartLoss(2, 3)])
-    ('mean', 'sum')
-    """
-    counting = [half for half in halves if half.items > 0]
-    if len(counting) < 2:
-        return "mean"
-    mean, total = mean_and_sum(counting)
-    return "sum" if abs(total - whole) < abs(mean - whole) else "mean"
-
-
-def mean_and_sum(halves: Sequence[PartLoss]) -> tuple[float, float]:
-    """The mean of losses by their counts, and their sum."""
-    count = sum(half.items for half in halves)
-    return sum(half.items * half.loss for half in halves) / count, sum(half.loss for half in halves)
+    @override
+    def __str__(self) -> str:
+        losses = " and ".join(f"{half.loss:.4g} (over {half.items:g})" for half in self.halves)
+        return f"the loss of {self.samples} samples is {self.whole:.4g}, those of their halves are {losses}"
 
 
 class _NoNumbersError(Exception):
@@ -108,11 +98,13 @@ class LossProbe:
     """Finds out how the loss of a batch is made of its parts' losses. The caller restores module and random numbers."""
 
     def __init__(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", controller: AccumulationController
+        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", state: SplitState, closure: BatchClosure
     ) -> None:
-        self._trainer, self._module, self._controller = trainer, pl_module, controller
+        self._trainer, self._module, self._state, self._closure = trainer, pl_module, state, closure
+        assert state.size is not None
+        self._size = state.size
 
-    def form_of(self, batch: Any, state: SplitState, closure: BatchClosure) -> LossForm | None:
+    def form_of(self, batch: Any) -> LossForm | None:
         """Compares the losses of the first parts and of their halves, one by one; None if none of them shows it.
 
         In eval mode, as dropout and BatchNorm change the loss of each part; where the step does not run in it, in
@@ -121,13 +113,17 @@ class LossProbe:
         Raises:
             MisconfigurationException: if the losses do not add up, or there are none to compare.
         """
+        frozen = {n: p for n, p in self._module.named_parameters() if not p.requires_grad}
+        before = _places_of(frozen)
         reason = _NoNumbersError("")
         for training in (False, True):
             try:
                 with self._mode(training=training), logging_muted(self._module):
-                    return self._compare(batch, state, closure)
+                    return self._compare(batch, must_see_losses=not training)
             except _NoNumbersError as error:
                 reason = error
+            finally:
+                _refuse_changes(before, _places_of(frozen))
         if reason.are_means:
             _say_what_is_assumed(f"the training step, run once more, {reason}", "mean")
             return "mean"
@@ -136,75 +132,85 @@ class LossProbe:
             f" can be split: the training step, run once more, {reason}. Use a smaller batch."
         ) from reason
 
-    def _compare(self, batch: Any, state: SplitState, closure: BatchClosure) -> LossForm | None:
-        is_16_bit = "16" in str(self._trainer.precision)
+    def _compare(self, batch: Any, *, must_see_losses: bool) -> LossForm | None:
         before = RandomState.capture(self._module.device)
         form: LossForm | None = None
-        assert state.size is not None
+        tolerance = _TOLERANCE_16_BIT if "16" in str(self._trainer.precision) else _TOLERANCE
         # Of parts with one sample two together, which need not fit.
-        parts = [part for part in replace(state, size=max(state.size, 2)).parts_of(batch) if part.samples > 1]
-        for part in parts[:_MOST_COMPARISONS]:
-            halves_of = replace(state, size=-(-part.samples // 2), least=1)
-            whole, halves = self._losses(
-                part, halves_of.parts_of(copied_containers(part.batch)), state.size > 1, closure
-            )
+        parts = replace(self._state, size=max(self._size, 2)).parts_of(batch)
+        for part in [part for part in parts if part.samples > 1][:_MOST_COMPARISONS]:
+            losses = self._losses(part)
+            whole, *halves = known = [loss for loss in losses if loss is not None] or [PartLoss(0, 0.0)]
+            if len(known) < len(losses):  # a step without a loss is left out of the mean
+                continue
+            must_see_losses = False
+            compared = Comparison(part.samples, whole.loss, halves)
             if not before.is_current():
-                form = likelier_form(whole, halves)
+                form = "sum" if compared.off("sum") < compared.off("mean") else "mean"
                 _say_what_is_assumed("the training step draws random numbers", form)
                 return form
-            tolerance = _TOLERANCE_16_BIT if is_16_bit else _TOLERANCE
-            found = loss_form(whole, halves, tolerance)
-            all_count = all(half.items > 0 for half in halves)  # as that number is the same for each
-            if found == "neither" and all_count and declared_divisor(batch) is not None:
-                total = sum(half.loss for half in halves)
-                if abs(total - whole) <= tolerance * abs(whole):
-                    found = None  # a sum over that number, and a half without targets
+            found = compared.form(tolerance, is_divided=declared_divisor(batch) is not None)
             # All of them: a half without labels lets a mean plus a sum look like a sum.
             if found == "neither" or (found is not None and form not in (None, found)):
-                raise not_additive(part.samples, whole, halves)
+                raise MisconfigurationException(
+                    f"MicroBatchOnOOM: {compared}: it is neither their mean nor their sum, so the batch cannot be"
+                    " split. Use a smaller batch, or ActivationCheckpointing."
+                )
+            if found is not None and form is None and compared.off(found) > _SILENT * tolerance:
+                lightning_logger().warning(
+                    f"MicroBatchOnOOM: {compared}, {compared.off(found):.2g} off their {found}. Up to {tolerance:g} is"
+                    " taken for rounding; a term that compares samples with each other would not be exact."
+                )
             form = found or form
+        if must_see_losses:
+            raise _NoNumbersError("returned no loss")
         return form
 
-    def _losses(
-        self, whole: Microbatch, halves: list[Microbatch], fits: bool, closure: BatchClosure
-    ) -> tuple[float, list[PartLoss]]:
-        found: list[PartLoss] = []
+    def _losses(self, whole: Microbatch) -> list[PartLoss | None]:
+        """The loss of some samples and those of their halves; None where there is none."""
+        halves = replace(self._state, size=-(-whole.samples // 2), least=1).parts_of(whole.batch)
+        fits, found = self._size > 1, list[PartLoss | None]()
         try:
-            found = [self._loss(half, closure) for half in halves]
-            loss = self._output(whole, closure) if fits else self._output_without_activations(whole, closure)
-            return float(loss.detach()), found
+            for half in halves:
+                found.append(self._loss(half, self._output(half)))
+            output = self._output(whole) if fits else self._output_without_activations(whole)
+            return [self._loss(whole, output), *found]
         except _NoNumbersError:
             raise
         except Exception as error:
-            if is_out_of_memory(error) and (fits or not found):
+            if is_out_of_memory(error) and (fits or len(found) < len(halves)):
                 raise
-            are_means = bool(found) and all(half.is_mean for half in found)
+            are_means = len(found) == len(halves) and all(half is not None and half.is_mean for half in found)
             raise _NoNumbersError(f"raised {type(error).__name__}: {error}", are_means=are_means) from error
 
-    def _loss(self, part: Microbatch, closure: BatchClosure) -> PartLoss:
-        loss = self._output(part, closure)
-        counted = self._controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
+    def _loss(self, part: Microbatch, loss: Tensor | None) -> PartLoss | None:
+        if loss is None:
+            return None
+        controller = AccumulationController.of(self._trainer)
+        counted = None
+        if loss.grad_fn is not None and controller is not None:
+            counted = controller.count_of_part(part.batch, loss)
         items, is_mean = (part.samples, False) if counted is None else counted
         return PartLoss(items, float(loss.detach()), is_mean)
 
-    def _output_without_activations(self, part: Microbatch, closure: BatchClosure) -> Tensor:
+    def _output_without_activations(self, part: Microbatch) -> Tensor | None:
         """The loss of a part that is too large to be trained on: no activation is kept for a backward."""
         try:
             with torch.no_grad():
-                return self._output(part, closure)
+                return self._output(part)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
         # A step that registers a hook on an activation needs a graph, but not what its nodes save.
         with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward):
-            return self._output(part, closure)
+            return self._output(part)
 
-    def _output(self, part: Microbatch, closure: BatchClosure) -> Tensor:
-        arguments = {**closure.arguments, "batch": part.batch}
+    def _output(self, part: Microbatch) -> Tensor | None:
+        arguments = {**self._closure.arguments, "batch": copied_containers(part.batch)}
         with self._trainer.precision_plugin.train_step_context():
             output = self._module.training_step(*arguments.values())
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if output is not None and (not isinstance(loss, Tensor) or loss.numel() != 1):
             raise _NoNumbersError("returned no loss")
         return loss
 
@@ -222,6 +228,20 @@ class LossProbe:
 
 def _refuse_backward(_: None) -> Tensor:
     raise RuntimeError("the training step runs a backward itself")
+
+
+def _places_of(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Where parameters are and their versions: what shows that one was changed."""
+    return {name: (p.data_ptr(), private_tensor_api.version_of(p)) for name, p in parameters.items()}
+
+
+def _refuse_changes(before: Mapping[str, object], after: Mapping[str, object]) -> None:
+    changed = [name for name, place in after.items() if before[name] != place]
+    if changed:
+        raise MisconfigurationException(
+            f"MicroBatchOnOOM: the training step changes frozen parameters ({listed(changed)}); it would do so once for"
+            " each part. Update target networks in on_train_batch_end."
+        )
 
 
 def _say_what_is_assumed(reason: str, form: LossForm) -> None:

@@ -1,4 +1,4 @@
-"""Errors that say that memory ran out: how to recognise them, what to free, and what to try next."""
+"""Errors that say that memory ran out: how to recognise them, and what to free."""
 
 import gc
 import traceback
@@ -43,23 +43,3 @@ def free_cached_memory(device: torch.device) -> None:
         # Cycles in a user's code may still hold tensors.
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def smaller_size(size: int, min_size: int) -> int | None:
-    """Half of ``size``, rounded up, but not below ``min_size``; None if that is no smaller.
-
-    >>> [smaller_size(size, 2) for size in (8, 5, 3, 2)]
-    [4, 3, 2, None]
-    """
-    smaller = max(-(-size // 2), min_size)
-    return smaller if smaller < size else None
-
-
-def advice_when_out_of_memory(sizes: list[int], min_size: int) -> str:
-    """The note that is added to the error of a run that could not be saved."""
-    tried = ", ".join(str(size) for size in sizes)
-    return (
-        f"MicroBatchOnOOM: out of memory with at most {tried} samples at a time, and min_size={min_size} allows no"
-        " fewer. Use ActivationCheckpointing(...), shorter samples, a lower precision, an optimizer with less state,"
-        " or strategy='fsdp' without this callback."
-    )

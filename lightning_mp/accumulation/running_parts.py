@@ -1,7 +1,7 @@
 """What monitors may read of a batch that runs in parts, from the state of the run."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 
@@ -11,14 +11,20 @@ if TYPE_CHECKING:
     from lightning_mp.core.random_state import RandomState
 
 
+class RunningPart(NamedTuple):
+    """A part of a batch."""
+
+    batch: Any
+    batch_idx: int  # of the whole
+    position: int  # which part of it this is
+    random_state: "RandomState"  # before its forward
+
+
 @dataclass
 class RunningParts:
     """Where ``MicroBatchOnOOM`` is; kept by the run's :class:`~lightning_mp.core.run_state.RunState`."""
 
-    batch_idx: int = 0  # of the batch that runs, or runs again
-    part: Any = None  # the part of it that runs; None while batches run whole
-    index: int = 0  # which one it is
-    random_state: "RandomState | None" = None  # before its forward
+    part: RunningPart | None = None  # the one that runs; None while batches run whole
     is_repeated: bool = False  # an attempt at the loader's current batch has failed
 
     @classmethod

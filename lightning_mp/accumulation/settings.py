@@ -26,7 +26,7 @@ class AccumulationSettings:
     saves_partial_gradients: bool = False  # checkpoints may be written inside a window, and hold its gradient so far
     carries_over: bool = False  # a window may continue in the next epoch
     weighting: Weighting | None = None  # what micro-batches weigh; None while nothing was requested
-    weighs_by_loss: bool = False  # a precision plugin has micro-batches weigh what their loss averages over
+    weighs_by_loss: bool = False  # a precision plugin or MicroBatchOnOOM has them weigh what their loss averages over
     follows_trainer: bool = False  # nothing but weights was requested: windows are Lightning's
     budget: TokenBudget | None = None  # where the run ends
     # optimizer steps of the whole schedule, for `trainer.estimated_stepping_batches`

@@ -21,32 +21,26 @@ with the reduction as always.
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_prefixed_message
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp.accumulation.batch_split import Microbatch, copied_containers, merge_outputs
+from lightning_mp.accumulation.batch_split import Microbatch, SplitState, copied_containers, num_samples
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.loss_probe import LossProbe
-from lightning_mp.accumulation.out_of_memory import (
-    advice_when_out_of_memory,
-    forget_attempt,
-    free_cached_memory,
-    is_out_of_memory,
-    smaller_size,
-)
-from lightning_mp.accumulation.part_logs import PartLogs, PartLosses
-from lightning_mp.accumulation.running_parts import RunningParts
-from lightning_mp.accumulation.split_state import SplitState
-from lightning_mp.accumulation.windows import AccumulationState, Part
+from lightning_mp.accumulation.out_of_memory import forget_attempt, free_cached_memory, is_out_of_memory
+from lightning_mp.accumulation.part_results import PartLogs, RanPart, merged_output
+from lightning_mp.accumulation.running_parts import RunningPart, RunningParts
+from lightning_mp.accumulation.windows import AccumulationState
 from lightning_mp.core import private_loop_api, private_sharding_api, private_tensor_api, private_trainer_api
 from lightning_mp.core.messages import lightning_logger
 from lightning_mp.core.nested_tensors import tensors_in
@@ -64,12 +58,13 @@ class _Batch:
     """A batch of the open window, with all that is needed to compute it again."""
 
     closure: BatchClosure
-    batch: Any  # before a training step has popped anything
+    kept: Any  # before a training step has written to its containers
     versions: list[int]
     random_state: RandomState
     restore_module: Callable[[], None]
     counted: AccumulationState
     zero_grad: Callable[[], None] | None  # until that is done
+    is_new: bool = True  # no training step has had it
 
     def return_to(self, controller: AccumulationController, *, carries_totals: bool = False) -> None:
         """Restores its start: random numbers, the module's buffers and attributes, counts."""
@@ -77,14 +72,14 @@ class _Batch:
         self.random_state.restore()
         controller.return_to(self.counted, carries_totals=carries_totals)
 
-
-class _Ran(NamedTuple):
-    """A part that has run."""
-
-    output: ClosureResult  # without its graph, if there are several parts
-    samples: int
-    weight: float | Tensor  # in the mean of the batch
-    has_backward: bool
+    def parts(self, state: SplitState) -> list[Microbatch]:
+        """Itself, or what it is split into."""
+        parts = state.parts_of(self.kept)
+        if len(parts) == 1 and self.is_new:
+            # The loader's own: hooks may read what the training step writes into it.
+            parts = [replace(parts[0], batch=self.closure.batch)]
+        self.is_new = False
+        return parts
 
 
 class SplitStep:
@@ -101,26 +96,27 @@ class SplitStep:
         self._controller = controller
         self._logs = PartLogs(trainer)
         self._window: list[_Batch] = []  # the open one's, the last one the loader's current batch
-        self._under_way: _Batch | None = None  # that or an earlier one, done again
+        self.under_way: _Batch | None = None  # that or an earlier one, done again
         self._fitted: set[Any] = set()  # shapes whose backward was over when the optimizer had its state
         self._is_overlapping = False  # a backward whose buckets other ranks get
-        self.is_running = False  # a batch, or a part of one
         self._shown = RunningParts()
         RunState.of(trainer).keep(self._shown)
-        patches = Patches.of(trainer)
         private_loop_api.replace_closures(trainer, self._begin)
-        self._after_backward = patches.replace(trainer.precision_plugin, "post_backward", self._post_backward)
+        self._after_backward = Patches.of(trainer).replace(
+            trainer.precision_plugin, "post_backward", self._post_backward
+        )
 
     def _begin(self, closure: BatchClosure) -> Callable[[], ClosureResult] | None:
         if self._owner not in private_trainer_api.callbacks_of(self._trainer):
             return None  # tuners train with other callbacks
+        if closure.batch_idx == 0 and self._state.split is None:
+            num_samples(closure.batch)
         # The state is taken before the closure is called: an optimizer may call it again.
-        batch = copied_containers(closure.batch)
-        return partial(self._run, closure, batch)
+        return partial(self._run, closure, copied_containers(closure.batch))
 
     def _post_backward(self, loss: Tensor, module: "pl.LightningModule") -> Any:
         """Calls ``on_after_backward`` after the last part only."""
-        return loss.detach() if self.is_running else self._after_backward.original(loss, module)
+        return loss.detach() if self.under_way else self._after_backward.original(loss, module)
 
     # -- one batch of the loader ---------------------------------------------------------------------------------------
 
@@ -137,12 +133,13 @@ class SplitStep:
         self._window.append(batch)
         self._shown.is_repeated = False
         closes = not private_trainer_api.is_accumulating(self._trainer)
-        self.is_running = True
+        divisor = int(self._trainer.accumulate_grad_batches)
+        self.under_way = batch
         try:
             ran = self._attempt_until_it_fits(batch, closes)
-            self._log(ran)
+            self._logs.flush(ran, divisor, add_up=self._state.form == "sum")
         finally:
-            self.is_running, self._under_way = False, None
+            self.under_way = None
             self._logs.drop()
             if self._shown.part is not None:
                 self._shown.part = None
@@ -150,9 +147,9 @@ class SplitStep:
         if closes:
             self._window.clear()
         self._call_after_backward(ran)
-        return self._merged(ran)
+        return merged_output(ran, add_up=self._state.form == "sum")
 
-    def _attempt_until_it_fits(self, batch: _Batch, closes: bool) -> list[_Ran]:
+    def _attempt_until_it_fits(self, batch: _Batch, closes: bool) -> list[RanPart]:
         sizes_tried: list[int] = []
         while True:
             try:
@@ -179,31 +176,39 @@ class SplitStep:
             self._call_after_backward(ran)  # it may change the gradient; what it logs is dropped
         batch.return_to(self._controller, carries_totals=len(self._window) > 1)
 
-    def _run_parts(self, batch: _Batch, closes: bool) -> list[_Ran]:
+    def _run_parts(self, batch: _Batch, closes: bool) -> list[RanPart]:
         """What Lightning's closure does, for each part."""
-        self._under_way = batch
-        parts = self._state.parts_of(batch.batch)
-        known = self._known_of(parts)
+        self.under_way = batch
+        parts = batch.parts(self._state)
+        is_split = len(parts) > 1
+        if is_split:
+            if self._controller.state.window.totals is None:
+                raise MisconfigurationException(
+                    "MicroBatchOnOOM cannot split a batch whose loss is evaluated again inside of a step, as"
+                    f" {type(batch.closure.optimizer).__name__} does. Use a smaller batch, or another optimizer."
+                )
+            batches, samples = [part.batch for part in parts], [part.samples for part in parts]
+            known = self._controller.parts_of(batches, samples, losses_add_up=self._state.form == "sum")
         overlaps = closes and self._ddp is not None and _shapes(parts[-1].batch) in self._fitted
-        self._logs.begin()
-        ran: list[_Ran] = []
+        ran: list[RanPart] = []
         for index, part in enumerate(parts):
+            is_last = part is parts[-1]
             self._logs.begin_part(index)
-            if known:
-                self._show(batch, part, index)
+            if is_split:
+                random_state = RandomState.capture(self._module.device)
+                self._shown.part = RunningPart(
+                    copied_containers(part.batch), batch.closure.batch_idx, index, random_state
+                )
                 self._controller.begin_part(known[index])
-            reduces = overlaps and part is parts[-1]
-            has_gradient = any(one.has_backward for one in ran)
-            may_skip = bool(known) and (part is not parts[-1] or has_gradient)
-            with nullcontext() if reduces or self._ddp is None else self._ddp.no_sync():
-                ran.append(self._run_part(batch, part, reduces=reduces, may_skip=may_skip))
-            overlaps = overlaps and (ran[-1].has_backward or not reduces)
-            if known:
+            may_skip = is_split and (not is_last or any(one.has_backward for one in ran))
+            with nullcontext() if self._ddp is None or (overlaps and is_last) else self._ddp.no_sync():
+                ran.append(self._run_part(batch, part, overlaps=overlaps and is_last, may_skip=may_skip))
+            if is_split:
                 # Without its graph, by which it and its other entries would keep every part's activations.
                 ran[-1] = ran[-1]._replace(output=_without_graph(ran[-1].output))
             if self._ddp is not None and self._trainer.global_step > 0:
                 self._fitted.add(_shapes(part.batch))
-        if closes and self._ddp is not None and not overlaps:
+        if closes and self._ddp is not None and not (overlaps and ran[-1].has_backward):
             with self._hooked_by_ddp() as hooked:
                 reduce_gradients(self._ddp, hooked)
         return ran
@@ -213,19 +218,7 @@ class SplitStep:
         of_plugin = getattr(self._trainer.precision_plugin, "hooked_by_ddp", None)
         return of_plugin() if of_plugin is not None else nullcontext(self._module.parameters())
 
-    def _known_of(self, parts: list[Microbatch]) -> list[Part]:
-        """What is known of parts before they run; empty for a batch that runs whole."""
-        if len(parts) == 1:
-            return []
-        batches, samples = [part.batch for part in parts], [part.samples for part in parts]
-        return self._controller.parts_of(batches, samples, losses_add_up=self._state.form == "sum")
-
-    def _show(self, batch: _Batch, part: Microbatch, index: int) -> None:
-        shown = self._shown
-        shown.batch_idx, shown.index = batch.closure.batch_idx, index
-        shown.part, shown.random_state = copied_containers(part.batch), RandomState.capture(self._module.device)
-
-    def _run_part(self, batch: _Batch, part: Microbatch, *, reduces: bool, may_skip: bool) -> _Ran:
+    def _run_part(self, batch: _Batch, part: Microbatch, *, overlaps: bool, may_skip: bool) -> RanPart:
         """Training step, ``zero_grad`` if that is still to come, and backward.
 
         The mean over no items may have NaN for a gradient; of a part it is left out, which waits for the device.
@@ -235,33 +228,15 @@ class SplitStep:
             zero_grad, batch.zero_grad = batch.zero_grad, None  # its hooks and counters: once
             zero_grad()
         loss, backward = output.closure_loss, batch.closure.backward
-        if loss is None or backward is None:
-            return _Ran(output, part.samples, 0.0, has_backward=False)
-        if may_skip and not bool(loss.isfinite().all()) and counts_nothing(loss):
-            return _Ran(output, part.samples, 0.0, has_backward=False)
-        self._is_overlapping = reduces
+        is_left_out = loss is None or (may_skip and not bool(loss.isfinite().all()) and counts_nothing(loss))
+        if loss is None or backward is None or is_left_out:
+            return RanPart(output, part.samples, 0.0, has_backward=False)
+        self._is_overlapping = overlaps
         backward(loss)
         self._is_overlapping = False
-        return _Ran(output, part.samples, self._controller.part_weight, has_backward=True)
+        return RanPart(output, part.samples, self._controller.part_weight, has_backward=True)
 
-    # -- what the whole batch would have returned and logged -----------------------------------------------------------
-
-    def _log(self, ran: list[_Ran]) -> None:
-        self._logs.flush([one.weight for one in ran], self._losses_of(ran))
-
-    def _losses_of(self, ran: list[_Ran]) -> PartLosses:
-        divisor = int(self._trainer.accumulate_grad_batches)
-        return PartLosses([one.output.loss for one in ran], divisor, self._state.form == "sum")
-
-    def _merged(self, ran: list[_Ran]) -> ClosureResult:
-        if len(ran) == 1:
-            return ran[0].output
-        outputs, samples, weights, _ = zip(*ran, strict=True)
-        merged = ClosureResult(None, merge_outputs([output.extra for output in outputs], samples, weights))
-        merged.loss = self._losses_of(ran).merged(range(len(ran)), weights)
-        return merged
-
-    def _call_after_backward(self, ran: list[_Ran]) -> None:
+    def _call_after_backward(self, ran: list[RanPart]) -> None:
         losses = [one.output.loss for one in ran if one.output.loss is not None]
         if losses:
             self._after_backward.original(losses[-1], self._module)
@@ -271,25 +246,27 @@ class SplitStep:
     def _make_smaller(self, sizes_tried: list[int], error: Exception) -> None:
         """Halves the size, or raises the error with what it needs to be understood."""
         state = self._state
-        if self._is_overlapping:
-            error.add_note(
-                "MicroBatchOnOOM: a backward that overlaps with the reduction over ranks cannot be repeated, as others"
-                " have a part of its gradients already. Batches of these shapes have fitted before: leave more memory"
-                " free, or set the size of the callback before the run."
-            )
-            raise error
-        if any(_versions(batch.batch) != batch.versions for batch in self._window):
-            error.add_note(
-                "MicroBatchOnOOM: the training step changes its batch in place, so it cannot be repeated. Let it make"
-                " new tensors."
-            )
-            raise error
-        assert self._under_way is not None
-        samples = state.samples_of(self._under_way.batch)
+        assert self.under_way is not None
+        samples = state.samples_of(self.under_way.kept)
         sizes_tried.append(samples if state.size is None else min(state.size, samples))
-        smaller = smaller_size(sizes_tried[-1], max(state.min_size, state.least))
-        if smaller is None:
-            error.add_note(advice_when_out_of_memory(sizes_tried, max(state.min_size, state.least)))
+        least = max(state.min_size, state.least)
+        smaller, why_not = max(-(-sizes_tried[-1] // 2), least), ""
+        if self._is_overlapping:
+            why_not = (
+                "a backward that overlaps with the reduction over ranks cannot be repeated, as others have a part of"
+                " its gradients already. Batches of these shapes have fitted before: leave more memory free, or set"
+                " the size of the callback before the run."
+            )
+        elif any(_versions(batch.kept) != batch.versions for batch in self._window):
+            why_not = "the training step changes its batch in place, so it cannot be repeated. Let it make new tensors."
+        elif smaller >= sizes_tried[-1]:
+            why_not = (
+                f"out of memory with at most {', '.join(map(str, sizes_tried))} samples at a time, and min_size={least}"
+                " allows no fewer. Use ActivationCheckpointing(...), shorter samples, a lower precision, an optimizer"
+                " with less state, or strategy='fsdp' without this callback."
+            )
+        if why_not:
+            error.add_note(f"MicroBatchOnOOM: {why_not}")
             raise error
         state.size = smaller
         # From the rank itself: another one may need no smaller parts.
@@ -304,14 +281,11 @@ class SplitStep:
     def _check_loss(self, batch: _Batch) -> None:
         """At the first split: whether the losses of parts add up to that of the whole, before anything has stepped."""
         state = self._state
-        if state.form is not None or state.size is None:
+        if state.form is not None or state.size is None or len(state.parts_of(batch.kept)) == 1:
             return
-        if len(state.parts_of(batch.batch)) == 1:
-            return
-        self._under_way = batch
-        probe = LossProbe(self._trainer, self._module, self._controller)
+        self.under_way = batch
         try:
-            state.form = probe.form_of(batch.batch, state, batch.closure)
+            state.form = LossProbe(self._trainer, self._module, state, batch.closure).form_of(batch.kept)
         finally:
             self._shown.is_repeated = True  # forwards have run that are no part of the step
             batch.return_to(self._controller)

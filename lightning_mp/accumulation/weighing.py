@@ -18,7 +18,7 @@ from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.ranks import all_gathered, world_size
 from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN
-from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown, read_items
+from lightning_mp.tokens.loss_items import Items, Number, Unknown, read_items
 from lightning_mp.tokens.loss_weighting import Weighting
 from lightning_mp.tokens.loss_weights import LossWeights
 
@@ -93,15 +93,14 @@ class MicroBatchWeighing:
         declared, divisor = state.micro_batch.measure.divisor, None
         reading: Items | Unknown = Items()
         if state.micro_batch.part is not windows.NOTHING:
-            reading = read_items(loss, divided=True, counts_sums=declared is not None)
+            reading = read_items(loss, divided=True, counts_targets=declared is not None)
         if self._versions:
             self.watches_gradients = False
             if self._versions != _versions(self._versions):
                 reading = Unknown("training_step writes gradients itself")
             self._versions = {}
-        if declared is not None and isinstance(reading, Items) and reading.summed is not None:
-            divisor = reading.means[0].total if reading.means else None
-            reading = _targets_of_sum(reading)
+        if isinstance(reading, Items) and reading.divisor is not None:
+            divisor = reading.divisor
         elif state.micro_batch.part is not None and state.micro_batch.part.losses_add_up:
             reading = Unknown("the losses of the parts of a batch add up to that of the whole")
         if self._losses.first is None:
@@ -153,13 +152,13 @@ class MicroBatchWeighing:
             return windows.mean_of_losses(self._settings, state, totals, num_ranks)
         return windows.normalisation(state, totals, num_ranks) if self.source is not None else None
 
-    def close_window(self, state: AccumulationState, totals: HostCopy, *, are_here: bool) -> AccumulationState:
+    def close_window(self, state: AccumulationState, totals: HostCopy) -> AccumulationState:
         """A window is over; ``totals`` are those over all ranks. What they show is said now, if they are here."""
         if self.source is None or is_single_micro_batch_step(state):
             return state
         self._closed = totals
         self._versions = {}  # the last micro-batch of the window may have had no loss
-        return self.settle_window(state) if are_here else state
+        return self.settle_window(state) if totals.is_there else state
 
     def settle_window(self, state: AccumulationState) -> AccumulationState:
         """Takes from the last window what it has shown; call it on all ranks. Its step is long over, or on the CPU."""
@@ -179,7 +178,7 @@ class MicroBatchWeighing:
         self.may_meet = False
         if isinstance(reading, Items):
             known = [replace(m, total=float(m.total), is_even=bool(m.is_even)) for m in reading.means]
-            reading = Items(tuple(known), reading.form)
+            reading = Items(tuple(known), reading.form, reading.has_zero)
         readings = all_gathered(reading)
         line = self._losses.settle(readings)
         if line:
@@ -205,17 +204,6 @@ class MicroBatchWeighing:
                 f" of them, but their losses average over {first[0]:g} and {counted:g}. To weight by what the loss"
                 " averages over, use weight_by='auto' without count=."
             )
-
-
-def _targets_of_sum(reading: Items) -> Items | Unknown:
-    """What a loss counts that is divided by ``num_items_in_batch``, if all of it is."""
-    assert reading.summed is not None
-    numbers = [mean.total for mean in reading.means if mean.factor != 0.0]
-    is_divided = all(mean.kind.startswith("sum of") for mean in reading.means if mean.factor != 0.0)
-    # Waits for the device only where several sums are divided by numbers on it.
-    if not is_divided or any(number != numbers[0] for number in numbers[1:]):
-        return Unknown("not all of it is divided by num_items_in_batch")
-    return Items((Mean("targets of a sum", reading.summed),))
 
 
 def _versions(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:

@@ -313,19 +313,13 @@ def weigh_equally(state: AccumulationState, *, is_known: bool = True) -> Accumul
     return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor, is_known=is_known))
 
 
-def expected_items(state: AccumulationState, num_ranks: int) -> float:
-    """Items of the window over all ranks, if all its micro-batches weighed as factors are relative to."""
-    assert state.reference_items is not None
-    return num_ranks * state.reference_items * state.window.planned
-
-
 def normalisation(state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
     """By what the gradient of the window is multiplied to be the exact mean, a scalar tensor; None if that is 1."""
     local = state.window.totals
     assert local is not None
     if is_single_micro_batch_step(state) or state.reference_items is None:
         return None
-    expected = expected_items(state, num_ranks)
+    expected = num_ranks * state.reference_items * state.window.planned
     if num_ranks == 1 and local.device[ITEMS] is None and local.host[ITEMS] == expected:
         return None
     return torch.where(totals[ITEMS] > 0, expected / torch.where(totals[ITEMS] > 0, totals[ITEMS], 1.0), 1.0)

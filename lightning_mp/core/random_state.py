@@ -1,5 +1,6 @@
 """States of the random number generators, to restore."""
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,12 +43,15 @@ class RandomState:
         )
 
     def is_current(self) -> bool:
-        """Whether torch's generators are still where they were: nothing was drawn from them."""
-        device_state = _device_state(self.device)
-        same = self.device_state is device_state or (
-            self.device_state is not None and device_state is not None and torch.equal(self.device_state, device_state)
+        """Whether all generators are still where they were: nothing was drawn from them."""
+        now = self.capture(self.device)
+        same = self.device_state is now.device_state or (
+            self.device_state is not None
+            and now.device_state is not None
+            and torch.equal(self.device_state, now.device_state)
         )
-        return same and torch.equal(self.torch_state, torch.get_rng_state())
+        same = same and torch.equal(self.torch_state, now.torch_state) and self.python_state == now.python_state
+        return same and pickle.dumps(self.numpy_state) == pickle.dumps(now.numpy_state)
 
     def restore(self) -> None:
         """Puts all generators back to where they were."""

@@ -62,6 +62,7 @@ class GradientEpilogue:
         self._has_scaled = has_scaled
         # The plan: the optimizer gets `raw * multiplier`, or `raw * factor` limited by value.
         self._factor: Tensor | None = None
+        self._made_true_by: Tensor | None = None
         self.multiplier: Tensor | None = None
         self._value_limit: float | None = None
         self._host_factor: float | None = None
@@ -152,7 +153,12 @@ class GradientEpilogue:
         """Turns raw gradients into true ones in place, for hooks that see them (two passes)."""
         if self._factor is not None:
             gradient_ops.multiply_(self.shards, self._factor)
-            self._factor = self.multiplier = None
+            self._made_true_by, self._factor, self.multiplier = self._factor, None, None
+
+    def make_raw(self) -> None:
+        """Takes :meth:`make_true` back, before another backward adds to the gradients."""
+        if self._made_true_by is not None:
+            gradient_ops.multiply_(self.shards, self._made_true_by.reciprocal())
 
     def clip_by_norm(self, max_norm: float, *, fresh: bool) -> None:
         """Plans the clip coefficient."""

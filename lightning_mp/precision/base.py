@@ -52,6 +52,7 @@ from lightning_mp.policy.resolved import show
 from lightning_mp.precision.autocast_context import AutocastRun
 from lightning_mp.precision.gradient_step import GradientStep, StepPlan, step_or_skip
 from lightning_mp.precision.optimizer_states import refuse_other_optimizers
+from lightning_mp.precision.own_steps import OwnClosure, OwnSteps
 
 _STOCK_STATE_KEYS = ("MixedPrecision", "FSDPPrecision")
 _SKIPPED_STEPS_KEY = "lightning_mp_skipped_steps"
@@ -69,11 +70,13 @@ class PluginRun:
     autocast: AutocastRun | None = None  # what forwards, backwards and steps run in; None for plugins without autocast
     dispatcher: StepOutcomeDispatcher | None = None  # reports the outcomes of steps, in a fit
     backwards: ScaledBackwards | None = None  # those of scaled losses, where hooks or users may come between
+    own_steps: OwnSteps | None = None  # of a module that has its own `optimizer_step`
     evaluated: ScheduleFreeMode | None = None  # where schedule-free optimizers have their weights, in a fit
     optimizers: set[Optimizer] = field(default_factory=set)  # that were registered
     plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
     planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
     gradients_before_backward: GradientsBeforeBackward = field(default_factory=dict)  # of manual optimization
+    steps_past_the_plugin: int = 0  # which Lightning does not count
     stepped: Optimizer | None = None  # its gradients are freed before the next forward
     weighs: bool = False  # micro-batches are weighed, or there is nothing to weigh
 
@@ -218,6 +221,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             run.dispatcher = StepOutcomeDispatcher(run.trainer, run.trainer.lightning_module).attach(optimizers)
             run.cleanups.callback(self._end_reporting, run.dispatcher)
             run.evaluated = ScheduleFreeMode(run.trainer, optimizers)
+            run.own_steps = OwnSteps.of(run.trainer, self._begin_own_step, self.scaler)
         return model, optimizers, lr_schedulers
 
     def _warn_if_nothing_trains(self, optimizers: Sequence[Optimizer]) -> None:
@@ -424,8 +428,11 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             return
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if self._step is not None and self._step.plan.optimizer is optimizer:
-            self._step.clip(float(clip_val), gradient_clip_algorithm)
+        step = self._step if self._step is not None and self._step.plan.optimizer is optimizer else None
+        if step is None and self._in_run is not None and self._in_run.own_steps is not None:
+            step = self._in_run.own_steps.shown(optimizer)
+        if step is not None:
+            step.clip(float(clip_val), gradient_clip_algorithm)
             return
         if self._in_run is None:
             # After a run gradients are not scaled.
@@ -452,12 +459,14 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         run = self._in_run
         if run is not None and optimizer not in run.optimizers:
             self._register_late(optimizer)
-        closure_result = closure()
+        closure_result = closure.run() if isinstance(closure, OwnClosure) else closure()
         plan, outside = self._plan_of(optimizer, model), self._outside_forward()
         if plan.dispatcher is not None:
             # After the closure: by now the device is busy with this window's backward and the last step is long over.
             plan.dispatcher.flush_pending()
-        step = GradientStep(plan, has_loss=closure_result is not None or not model.automatic_optimization)
+        shown = run.own_steps.take(optimizer) if run is not None and run.own_steps is not None else None
+        step = shown or GradientStep(plan)
+        step.has_loss = closure_result is not None or not model.automatic_optimization
         if plan.may_evaluate:
             # In automatic optimization the closure enters the forward's context itself.
             context = nullcontext if model.automatic_optimization else self.forward_context
@@ -476,6 +485,11 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             left = run.gradients_before_backward
             run.gradients_before_backward = {o: those for o, those in left.items() if o is not optimizer}
         return closure_result if output is None else output
+
+    def _begin_own_step(self, optimizer: Optimizer) -> GradientStep:
+        if optimizer not in self._run.optimizers:
+            self._register_late(optimizer)
+        return GradientStep(self._plan_of(optimizer, self._run.trainer.lightning_module))
 
     def _plan_of(self, optimizer: Optimizer, model: "pl.LightningModule") -> StepPlan:
         """The same for a whole fit; not made before the first step, where strategies have wrapped the model."""
@@ -502,6 +516,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         module = trainer.lightning_module
         if optimizer in trainer.optimizers or holds_parameters_of(optimizer, module):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
+            self._run.steps_past_the_plugin += 1
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -62,18 +62,20 @@ class StepPlan:
         epilogue_type: Callable[..., GradientEpilogue],
     ) -> Self:
         """Call it on all ranks. ``epilogue_type`` is :class:`GradientEpilogue`, or takes the same arguments."""
-        trainer = model.trainer
+        trainer, scaler = model.trainer, getattr(plugin, "scaler", None)
+        evaluates_once = evaluates_its_closure_once(type(optimizer))
         return cls(
             optimizer,
             model,
             plugin,
-            getattr(plugin, "scaler", None),
+            scaler,
             dispatcher,
             backwards,
             AccumulationController.of(trainer),
             partial(epilogue_type, optimizer, ranks=gradient_replication(trainer), device=model.device),
-            in_kernel=applies_grad_scale(optimizer),
-            may_evaluate=not evaluates_its_closure_once(type(optimizer)),
+            # One that evaluates the loss between two changes of the weights needs final gradients, not a factor.
+            in_kernel=applies_grad_scale(optimizer) and (evaluates_once or scaler is not None),
+            may_evaluate=not evaluates_once,
             frees_gradients=model.automatic_optimization
             and not needs_old_gradients(private_trainer_api.callbacks_of(trainer), model, optimizer),
         )
@@ -102,6 +104,8 @@ class GradientStep:
     closure: StepClosure | None = None  # for an optimizer that may evaluate the loss itself; None for those that do not
     is_stepping: bool = False  # the optimizer's own `step` is running
     has_no_items: Tensor | None = None  # no micro-batch of the window had a loss on any rank
+    items: Tensor | None = None  # of the window, over all ranks
+    are_shown: bool = False  # true gradients, to the module's own `optimizer_step`
     _gradients_may_have_changed: bool = False
     _clips_last: bool = False  # Lightning's own hook clips, after which nothing looks at gradients
 
@@ -128,31 +132,50 @@ class GradientStep:
         self.closure = StepClosure(self.plan.optimizer, result, evaluate, self.plan.plugin)
 
 
-def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
-    """Reduces gradients, decides whether to skip, plans scaling and clipping, and runs the hooks that see gradients."""
-    plan, model, trainer = step.plan, step.plan.model, step.plan.model.trainer
-    controller = plan.controller
+def show_true_gradients(step: GradientStep) -> None:
+    """Before a module's own code that runs between its closure and the step: it may read and write gradients."""
+    normalisation = _reduce(step)
+    step.epilogue.plan(normalisation)
+    step.epilogue.make_true()
+    step.are_shown = True
+
+
+def _reduce(step: GradientStep) -> Tensor | None:
+    """Reads gradients once, and adds their norm and the items of the window over all ranks; gives its normalisation."""
+    plan, model = step.plan, step.plan.model
+    trainer, controller = model.trainer, plan.controller
     scale, unscaled_found = plan.loss_scale()
-    consumers = gradient_consumers(private_trainer_api.callbacks_of(trainer), model, trainer.global_step)
     totals = controller.window_totals(model.device) if controller is not None else None
     found_inf = plan.backwards.found_inf(plan.optimizer) if plan.backwards is not None else ()
     has_scaled = plan.backwards.has_scaled(plan.optimizer) if plan.backwards is not None else None
     step.epilogue = epilogue = plan.epilogue(
-        scale, in_kernel=in_kernel, unscaled_found=unscaled_found, found_inf=found_inf, has_scaled=has_scaled
+        scale, in_kernel=plan.in_kernel, unscaled_found=unscaled_found, found_inf=found_inf, has_scaled=has_scaled
     )
-    algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
-    limit = trainer.gradient_clip_val if consumers == "none" and model.automatic_optimization else None
-
-    # Reduce: gradients are read once; their norm and the items of the window are added over all ranks.
     totals = epilogue.reduce(totals)
     if plan.scaler is not None and not epilogue.anyone_has_scaled() and epilogue.anyone_has_gradients():
         raise unscaled_gradients(plan.optimizer, plan.plugin, plan.scaler.get_scale())
+    step.items = totals[0] if totals is not None else None
+    step.has_no_items = totals[LOSSES] == 0 if totals is not None and trainer.world_size > 1 else None
+    return controller.close_window(totals) if controller is not None else None
+
+
+def _make_ready(step: GradientStep) -> None:
+    """Reduces gradients, decides whether to skip, plans scaling and clipping, and runs the hooks that see gradients."""
+    plan, model, trainer = step.plan, step.plan.model, step.plan.model.trainer
+    # Reduce: gradients are read once; their norm and the items of the window are added over all ranks.
+    normalisation = None if step.are_shown else _reduce(step)
+    consumers = gradient_consumers(private_trainer_api.callbacks_of(trainer), model, trainer.global_step)
+    if step.are_shown:
+        consumers = "writers"
+    algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
+    limit = trainer.gradient_clip_val if consumers == "none" and model.automatic_optimization else None
+    by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE
+    epilogue = step.epilogue
 
     # Decide and plan: after this every rank knows whether the step is skipped, and the factor for its gradients.
-    normalisation = controller.close_window(totals) if controller is not None else None
-    step.has_no_items = totals[LOSSES] == 0 if totals is not None and trainer.world_size > 1 else None
-    by_norm = bool(limit) and algorithm != GradClipAlgorithmType.VALUE
-    epilogue.plan(normalisation, limit if by_norm else None)
+    if not step.are_shown:
+        epilogue.plan(normalisation, limit if by_norm else None)
+    step.are_shown = False
 
     # Hooks that read or clip gradients see true ones. The optimizer must get what was checked, so gradients that a hook
     # may have written are checked again.
@@ -174,28 +197,25 @@ def _make_ready(step: GradientStep, *, in_kernel: bool) -> torch.Tensor | None:
             epilogue.check_again()
     elif limit and not by_norm:
         epilogue.clip_by_value(limit)
-    return totals[0] if totals is not None else None
 
 
 def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
     """Makes or skips the step whose gradients the closure has computed."""
     plan, optimizer = step.plan, step.plan.optimizer
-    # An optimizer that evaluates the loss between two changes of the weights needs final gradients, not a factor.
-    in_kernel = plan.in_kernel and (step.closure is None or plan.scaler is not None)
-    items = _make_ready(step, in_kernel=in_kernel)
+    _make_ready(step)
     epilogue, overflow = step.epilogue, step.epilogue.found_inf
     if step.has_no_items is not None:
         epilogue.found_inf = torch.maximum(overflow, step.has_no_items.to(overflow))
 
     # Step or skip: the host waits for the decision, unless the optimizer's kernel takes it.
-    on_device = in_kernel and not momentum_is_missing(optimizer)
+    on_device = plan.in_kernel and not momentum_is_missing(optimizer)
     output = None
     if on_device or not epilogue.wait_for_decision():
         step.is_stepping = True
         try:
-            if not in_kernel:
+            if not plan.in_kernel:
                 epilogue.apply()
-            kernel = fused_step(optimizer, epilogue.found_inf, epilogue.multiplier) if in_kernel else nullcontext()
+            kernel = fused_step(optimizer, epilogue.found_inf, epilogue.multiplier) if plan.in_kernel else nullcontext()
             with kernel, one_mesh_per_group(optimizer):
                 output = optimizer.step(**kwargs) if step.closure is None else step.closure.step(**kwargs)
         finally:
@@ -208,7 +228,9 @@ def step_or_skip(step: GradientStep, **kwargs: Any) -> Any:
         found_inf = epilogue.found_inf
         if not step.has_loss and not epilogue.parameters and not epilogue.anyone_has_gradients():
             found_inf = torch.ones_like(found_inf)  # there was nothing to step with
-        report = StepReport(found_inf, epilogue.scale, epilogue.grad_norm, items, epilogue.parameters, epilogue.norms)
+        report = StepReport(
+            found_inf, epilogue.scale, epilogue.grad_norm, step.items, epilogue.parameters, epilogue.norms
+        )
         plan.dispatcher.record(optimizer, report, flush_now=not on_device)
 
     # Update the scale: once per batch. In manual optimization the batch may hold more steps, so it waits for the next.
@@ -246,7 +268,7 @@ def _evaluate_again(
     torch.clear_autocast_cache()
     with context():
         result = closure()
-    _make_ready(step, in_kernel=False)
+    _make_ready(step)
     if step.epilogue.wait_for_decision():
         name = type(step.plan.optimizer).__name__
         raise RuntimeError(

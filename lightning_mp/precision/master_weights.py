@@ -69,6 +69,7 @@ class MasterWeightsRun(PluginRun):
     steps: dict[Optimizer, Fp32Steps] = field(default_factory=dict)
     half_range: HalfRange | None = None  # of weights of which there are fp16 copies
     in_16_bit: Collection[Tensor] = ()  # weights that are computed with in 16 bit
+    has_trained: bool = False  # a training step has begun
 
 
 class MasterWeightsPrecision(GradientStepPrecision):
@@ -289,7 +290,9 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _step_now(self) -> int:
         """Of 24 bits, which are rounded by it; without skipped steps, which leave no trace."""
         dispatcher = self._run.dispatcher
-        return dispatcher.steps_taken() if dispatcher is not None and self.storage == "24bit" else 0
+        if dispatcher is None or self.storage != "24bit":
+            return 0
+        return dispatcher.steps_taken() + self._run.steps_past_the_plugin
 
     @override
     def _connect_late(self, optimizer: Optimizer) -> None:
@@ -322,7 +325,10 @@ class MasterWeightsPrecision(GradientStepPrecision):
 
     @contextmanager
     def _lending_in(self, loop: str, lent: LentWeights) -> Iterator[None]:
-        module = self._run.trainer.lightning_module
+        run, module = self._run, self._run.trainer.lightning_module
+        if loop == "train" and not run.has_trained:
+            run.has_trained = True
+            lent.warn_about_late_compilation()
         is_trusted = loop == "train" and module.automatic_optimization and self._step is None
         # torch.compile(LightningModule) compiles steps, and what these call is no call of a module any more.
         whole = lent.lending(module) if private_dispatch_api.has_compiled_steps(module) else nullcontext()

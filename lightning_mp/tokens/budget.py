@@ -100,37 +100,35 @@ def is_spent_already(
 
 
 class BudgetLimiter:
-    """Trims the micro-batch in which a budget ends; ``data_rank`` is this rank among those that see different data."""
+    """Trims the micro-batch in which a budget ends."""
 
-    def __init__(self, counter: TokenCounter, weighting: Weighting, data_rank: int, device: torch.device) -> None:
+    def __init__(
+        self, counter: TokenCounter, weighting: Weighting, data_rank: int, num_data_ranks: int, device: torch.device
+    ) -> None:
         self._counter = counter
         self._weighting = weighting
-        self._data_rank = data_rank
+        self._data_rank = data_rank  # this rank among those that see different data
+        self._is_alone = num_data_ranks == 1
         self._device = device
         self._undo_trim: Callable[[], None] | None = None
 
-    def is_far_from_the_end(self, budget: TokenBudget, position: int, certain_tokens: int) -> bool:
-        """Whether the budget cannot end in the next micro-batch. Equal on all ranks, without a wait.
-
-        Tokens that are still pending are bounded by twice the largest micro-batch so far, since lengths vary.
-        """
-        largest = self._counter.largest_micro_batch
-        in_flight = self._counter.unread_micro_batches + position + 2
-        return (
-            largest > 0
-            and spent_tokens(budget, self._counter) + 2 * largest * in_flight + certain_tokens < budget.tokens
-        )
-
-    def begin_micro_batch(
-        self, budget: TokenBudget, totals: AccumulationTotals, position: int, measure: Measure, batch: Any
+    def limit(
+        self, budget: TokenBudget, totals: AccumulationTotals | None, position: int, measure: Measure, batch: Any
     ) -> tuple[Measure, bool]:
-        """Trims the micro-batch if it must; ``totals`` and ``position`` are those of the window before it.
+        """Trims the micro-batch if the budget ends in it; ``totals`` and ``position`` are of the open window before it.
 
-        Returns what it then measures, and whether the run ends with it. Waits for the device; check
-        :meth:`is_far_from_the_end` first.
+        Returns what it then measures, and whether the run ends with it. Waits for the device only near the end: tokens
+        that are still pending are bounded by twice the largest micro-batch so far, since lengths vary.
         """
+        position = 0 if totals is None else position
+        largest = self._counter.largest_micro_batch
+        most = 2 * largest * (self._counter.unread_micro_batches + position + 2)
+        # What other ranks hold is not known without asking them.
+        most += measure.most_tokens if self._is_alone else 0
+        if largest > 0 and spent_tokens(budget, self._counter) + most < budget.tokens:
+            return measure, False
         self._counter.flush_pending()
-        window_tokens, counts = self._gather(totals, measure)
+        window_tokens, counts = self._gather(totals or AccumulationTotals(), measure)
         if self._counter.windows == 0 and position == 0:
             self._check_first(budget, batch, sum(counts))
         remaining = budget.tokens - spent_tokens(budget, self._counter) - window_tokens

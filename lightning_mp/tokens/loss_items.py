@@ -9,8 +9,8 @@ Sizes come from the graph; numbers come from saved tensors that no hook has pack
    not count.
 3. T means over n items each, divided by T, are one mean over T * n items; any other division of a mean makes it
    another kind of item.
-4. Nothing is counted in what is multiplied by 0, in a sum of no items, or in a 0 that was divided by 1
-   (``clamp(min=1)``): a whole loss of 0, or beside other means what a mask or ignored targets leave out.
+4. Nothing is counted in what is multiplied by 0, in a sum of no items, or in a loss of 0 whose sums are divided by 1
+   (``clamp(min=1)``); of a masked sum that is divided by 1 beside other means it is unknown.
 5. Everything else is unknown.
 
 What is counted is named by the function, by the number of dimensions of its items, and by the classes of a target.
@@ -38,7 +38,7 @@ class Mean:
     total: Number  # how many
     factor: float | None = 1.0  # by which it enters the loss; None if the host does not know it
     parts: int = 1  # of a mean of means, how many these are
-    is_even: bool | Tensor = True  # they are all over equally many
+    is_even: bool | Tensor = True  # they are all over equally many; on the device also that `total` is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Items:
 
     means: tuple[Mean, ...] = ()  # none: the loss counts nothing
     form: tuple[str, ...] = ()  # the kinds of node between the loss and its means
-    summed: Number | None = None  # the targets in a sum of cross-entropies, where these were to be counted
+    has_zero: bool = False  # something in it is multiplied by 0
+    divisor: Number | None = None  # what sums of cross-entropies are divided by, if their targets are counted instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,14 @@ class Unknown:
     reason: str  # completes "the items of a loss are unknown: ..."
 
 
-def read_items(loss: Tensor, *, divided: bool = False, counts_sums: bool = False) -> Items | Unknown:
+def read_items(loss: Tensor, *, divided: bool = False, counts_targets: bool = False) -> Items | Unknown:
     """The items of a loss.
 
     Args:
         loss: as ``training_step`` returned it; a scalar with its graph.
         divided: it has passed Lightning's division by ``accumulate_grad_batches``, and maybe a loss scaler: what is
             below them is read.
-        counts_sums: targets are counted also where a sum of cross-entropies is divided by something else.
+        counts_targets: of a sum of cross-entropies the targets are counted, whatever divides it.
 
     Example:
         >>> import torch
@@ -82,9 +83,7 @@ def read_items(loss: Tensor, *, divided: bool = False, counts_sums: bool = False
             node, output = _below_lightnings_division(node)
         if node is None or type(node).__name__ == "AccumulateGrad":  # a constant
             return Items()
-        walk = _Walk()
-        items = walk.read(node, output, loss)
-        return replace(items, summed=_targets_of(walk.summed)) if counts_sums and walk.summed is not None else items
+        return _Walk().read(loss, node, output, counts_targets=counts_targets)
     except _Unreadable as unreadable:
         return Unknown(str(unreadable))
 
@@ -105,6 +104,7 @@ _SPLIT_CROSS_ENTROPY = "_MeanOfTargetsBackward"
 _SINK = "_DDPSinkBackward"  # all outputs of the wrapped module pass through it
 _PASSED = _VIEWS | _names("NanToNum") | {_SINK}
 _ADDS, _MULS, _DIVS, _STACKS = _names("Add", "Sub", "Rsub", "Neg"), _names("Mul"), _names("Div"), _names("Stack", "Cat")
+_MASKS = _MULS | _names("Where")  # of items that may all be left out
 _MEANS, _SUMS = _names("Mean"), _names("Sum", "Nansum", "Dot")
 _OF_WEIGHTS = _VIEWS | _MEANS | _SUMS | _names("Pow", "Abs", "Exp", "Neg", "Sqrt", "Select", "Norm", "LinalgVectorNorm")
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
@@ -118,25 +118,25 @@ class _Unreadable(Exception):
 
 
 class _Walk:
-    """One walk from a loss to its means. Few Python calls: it is made for each micro-batch."""
+    """One walk from a loss to its means. Few Python calls, so no ``__init__``: it is made for each micro-batch."""
 
-    def __init__(self) -> None:
+    def read(self, loss: Tensor, start: Any, start_output: int, *, counts_targets: bool) -> Items:
+        """The items below a node of a loss."""
+        self._loss, self._counts_targets = loss, counts_targets
         # Each mean's kind, number, factor, and the divisions above it with the outermost first.
         self._means: list[tuple[str, Number, float | None, tuple[_Division, ...]]] = []
-        # Of sums under one division: kind, number, the divisions above that one; factors, and what is summed.
-        self._sums: dict[Any, tuple[str, Number, tuple[_Division, ...], list[float | None], list[Any]]] = {}
+        # Of sums by the division above them: kind, number, the divisions above that, whether these may be masked out
+        # altogether, and the factors of all.
+        self._sums: dict[Any, tuple[str, Number, tuple[_Division, ...], bool, list[float | None]]] = {}
+        self._targets: Number | None = None  # in sums of cross-entropies, if they are to be counted
         self._has_zero, self._is_empty = False, False  # something was multiplied by 0; it is a sum of no items
         self._ahead: list[tuple[Any, int, float | None, tuple[_Division, ...]]] = []
-        self.summed: Any = None  # the last cross-entropy that is a sum
-
-    def read(self, start: Any, start_output: int, loss: Tensor) -> Items:
-        """The items below a node."""
         ahead = self._ahead
         form: dict[str, None] = {}
         ahead.append((start, start_output, 1.0, ()))
         for _ in range(_MOST_NODES):
             if not ahead:
-                return self._items(tuple(form), loss)
+                return self._items(tuple(form))
             node, output, factor, divisions = ahead.pop()
             if node is None:  # a constant
                 continue
@@ -153,7 +153,8 @@ class _Walk:
             elif name in _MEANS or name in _SUMS or hasattr(node, "_saved_reduction"):
                 self._reduce(node, name, factor, divisions)
             elif name == _SPLIT_CROSS_ENTROPY:
-                self._add_targets(node, node.classes, factor, divisions)
+                number = _number(node._raw_saved_tensors[0])
+                self._means.append((f"targets of {node.classes} classes", _shown(number), factor, divisions))
             elif not _is_of_weights(node):
                 raise _Unreadable(f"of {name.partition('Backward')[0]}, which is no mean")
             elif factor == 0.0:
@@ -168,12 +169,14 @@ class _Walk:
             if not weights:
                 raise _Unreadable("it multiplies or divides by what depends on the batch")
             self._ahead.append((*inputs[1 - weights[0]], factor, divisions))
-        elif name in _MULS:
-            value = _saved_number(node, "self" if main else "other")
-            known = factor * value if factor is not None and isinstance(value, float) else None
+            return
+        saved = getattr(node, "_raw_saved_self" if main else "_raw_saved_other", None)
+        number = _number(saved) if saved is not None else float(node._saved_other)
+        if name in _MULS:
+            known = factor * number if factor is not None and isinstance(number, float) else None
             self._ahead.append((*inputs[main], known, divisions))
         elif main == 0:
-            self._ahead.append((*inputs[0], factor, (*divisions, (node, _saved_number(node, "other")))))
+            self._ahead.append((*inputs[0], factor, (*divisions, (node, number))))
         else:
             raise _Unreadable("it divides by what depends on the batch")
 
@@ -186,84 +189,91 @@ class _Walk:
         while type(below).__name__ in _VIEWS:
             below, at = below.next_functions[0]
         kind = type(below).__name__
-        if name in _MEANS or name in _SUMS:
-            if kind in _STACKS and _are_scalars(below.next_functions):
-                inner = divisions if name in _SUMS else (*divisions, (node, float(math.prod(shape))))
-                for one in reversed(below.next_functions):
-                    self._ahead.append((*one, factor, inner))
-                return
-            if not below._input_metadata[at].shape:
-                self._ahead.append((child, index, factor, divisions))
-                return
+        is_loss = name not in _MEANS and name not in _SUMS
+        if not is_loss and kind in _STACKS and _are_scalars(below.next_functions):
+            inner = divisions if name in _SUMS else (*divisions, (node, float(math.prod(shape))))
+            for one in reversed(below.next_functions):
+                self._ahead.append((*one, factor, inner))
+            return
+        if not is_loss and not below._input_metadata[at].shape:
+            self._ahead.append((child, index, factor, divisions))
+            return
         if (kind == "AccumulateGrad" or kind in _OF_WEIGHTS) and _is_of_weights(node):
             self._has_zero = self._has_zero or factor == 0.0
             return
-        number = divisions[-1][1] if divisions else None
-        clamped = isinstance(number, float) and number == 1.0  # no items: a sum of nothing divided by 1
-        is_product = kind in _ADDS or kind in _MULS or kind in _DIVS
-        if is_product and not clamped and _are_all_zero(below) and math.prod(shape) > 1:  # else it may be a mask
+        if (kind in _ADDS or kind in _MULS or kind in _DIVS) and _are_all_zero(below):
             factor = 0.0
+        self._count(node, name, kind, shape, factor, divisions)
+
+    def _count(
+        self, node: Any, name: str, below: str, shape: Any, factor: float | None, divisions: tuple[_Division, ...]
+    ) -> None:
+        """A mean or a sum of the items of a loss."""
+        is_cross_entropy = name.startswith("NllLoss")
         if name in _MEANS or (name not in _SUMS and node._saved_reduction == _MEAN):
-            if name.startswith("NllLoss"):
-                self._add_targets(node, shape[min(1, len(shape) - 1)], factor, divisions)
-            else:
-                kind = f"{name.partition('Backward')[0]} of {len(shape)}-d items"
-                self._means.append((kind, float(math.prod(shape)), factor, divisions))
-        elif factor == 0.0 or (0 in shape and not clamped):
+            number: Any = float(math.prod(shape))
+            kind = f"{name.partition('Backward')[0]} of {len(shape)}-d items"
+            if is_cross_entropy:  # divided by its targets that are not ignored, or by the sum of their class weights
+                kind, saved = f"targets of {shape[min(1, len(shape) - 1)]} classes", node._raw_saved_total_weight
+                number = _shown(_number(saved))
+                if node._saved_weight is None and saved.data.dtype.itemsize < 4:  # 16 bits round their number
+                    number = _targets_of(node)
+            self._means.append((kind, number, factor, divisions))
+        elif factor == 0.0 or 0 in shape:
             self._has_zero, self._is_empty = self._has_zero or factor == 0.0, True
         elif name not in _SUMS and node._saved_reduction != _SUM:
             raise _Unreadable(f"of {name.partition('Backward')[0]} without a reduction")
+        elif not divisions:
+            raise _Unreadable("it is a sum that nothing divides")
+        elif divisions[-1][1] is None:
+            raise _Unreadable("what a sum in it is divided by is not one number, or saved-tensor hooks hide it")
         else:
-            self.summed = node if name.startswith("NllLoss") else None
-            if not divisions:
-                raise _Unreadable("it is a sum that nothing divides")
-            above, divisor = divisions[-1]
-            if divisor is None:
-                raise _Unreadable("what a sum in it is divided by is not one number, or saved-tensor hooks hide it")
+            above, number = divisions[-1]
+            if self._counts_targets and is_cross_entropy:
+                targets = _targets_of(node)
+                self._targets = targets if self._targets is None else self._targets + targets
             if above not in self._sums:
-                number = divisor.abs() if isinstance(divisor, Tensor) else abs(divisor)
-                self._sums[above] = f"sum of {len(shape)}-d items / number", number, divisions[:-1], [], []
-            self._sums[above][3].append(factor)
-            self._sums[above][4].append(None if 0 in shape else below if name in _SUMS else node)
+                is_clamped = hasattr(above, "_raw_saved_other")  # in C++ torch divides by what it counts itself
+                may_be_none = is_clamped and (below in _MASKS or is_cross_entropy)
+                number = number.abs() if isinstance(number, Tensor) else abs(number)
+                self._sums[above] = f"sum of {len(shape)}-d items / number", number, divisions[:-1], may_be_none, []
+            self._sums[above][4].append(factor)
 
-    def _add_targets(self, node: Any, classes: int, factor: float | None, divisions: tuple[_Division, ...]) -> None:
-        """What a cross-entropy is divided by: its targets that are not ignored, or the sum of their class weights."""
-        if type(node).__name__ == _SPLIT_CROSS_ENTROPY:
-            value, is_rounded = _saved_tensor(node._raw_saved_tensors[0]), False
-        else:
-            value = _saved_tensor(node._raw_saved_total_weight)
-            is_rounded = value is not None and value.dtype.itemsize < 4 and node._saved_weight is None
-        total = _targets_of(node) if is_rounded else None if value is None else on_host(value)
-        if total is None:
-            raise _Unreadable("saved-tensor hooks or a sharded loss hide how many targets it counts")
-        self._means.append((f"targets of {classes} classes", total, factor, divisions))
-
-    def _items(self, form: tuple[str, ...], loss: Tensor) -> Items:
-        many = len(self._means) + len(self._sums)
-        for kind, number, divisions, factors, summed in self._sums.values():
-            if many == 1 and not any(summed):
-                self._is_empty = True
-                continue
-            if many > 1 and (isinstance(number, Tensor) or number == 1.0):
-                number = _zero_if_masked(number, summed)
+    def _items(self, form: tuple[str, ...]) -> Items:
+        are_sums, is_alone = not self._means, len(self._means) + len(self._sums) == 1
+        for kind, number, above, may_be_none, factors in self._sums.values():
+            if isinstance(number, Tensor) or number == 1.0:
+                number = self._one_or_none(number, is_sure=is_alone or not may_be_none, are_sums=are_sums)
             factor = None if None in factors else math.fsum(factors) / len(factors)  # type: ignore[arg-type]  # no None
-            self._means.append((kind, number, factor, divisions))
+            self._means.append((kind, number, factor, above))
         means: list[Mean] = []
         for kind, total, factor, divisions in self._means:
             if divisions:
                 means = _means_of_means(self._means)
                 break
             means.append(Mean(kind, total, factor))
-        if means and many == len(self._sums):
-            total = means[0].total
-            if isinstance(total, Tensor) or total == means[0].parts:
-                means = _none_if_empty(means, loss)
+        found, means = means, []
+        for mean in found:  # no comprehension: a Python call
+            if mean.factor == 0.0:
+                self._has_zero = True
+            elif is_alone or isinstance(mean.total, float) or "sum of" not in mean.kind:
+                means.append(mean)
+            else:
+                means.append(replace(mean, is_even=mean.is_even & mean.total.isfinite()))
         if not means and not self._has_zero and not self._is_empty:
             raise _Unreadable("nothing in it counts items")
-        for mean in means:
-            if mean.factor != 0.0:
-                return Items(tuple(means), form)
-        return Items((), form if means or self._has_zero else ())
+        if self._targets is not None:
+            return _targets_of_sums(means, self._targets, form)
+        return Items(tuple(means), form if means or self._has_zero else (), self._has_zero)
+
+    def _one_or_none(self, number: Number, *, is_sure: bool, are_sums: bool) -> Number:
+        """What a sum is over: ``n.clamp(min=1)`` is 1 also for no items. NaN where that is not known."""
+        one = 1.0 if is_sure else math.nan
+        none: Number = one
+        if are_sums:
+            is_zero = on_host(self._loss) == 0.0
+            none = torch.where(is_zero, 0.0, one) if isinstance(is_zero, Tensor) else 0.0 if is_zero else one
+        return torch.where(number == 1.0, none, number) if isinstance(number, Tensor) else none
 
 
 def _below_lightnings_division(node: Any) -> tuple[Any, int]:
@@ -298,9 +308,8 @@ def _means_of_means(found: list[Any]) -> list[Mean]:
                 factor = (factor / above if above else math.inf) if known else None
             factors.append(factor)
         if isinstance(divisor, float) and divisor == len(group):
-            parts, total = len(group), group[0][1]
             joined = None if None in factors else math.fsum(factors)  # type: ignore[arg-type]  # no None
-            result.append(Mean(f"means of {kind}", total * parts, joined, parts, is_even))
+            result.append(Mean(f"means of {kind}", group[0][1] * len(group), joined, len(group), is_even))
             continue
         if at is not None and not (isinstance(divisor, float) and divisor == 0.0):
             kind = f"{kind} / {divisor:g}" if isinstance(divisor, float) else f"{kind} / a number of the device"
@@ -309,43 +318,16 @@ def _means_of_means(found: list[Any]) -> list[Mean]:
     return result
 
 
-def _none_if_empty(sums: list[Mean], loss: Tensor) -> list[Mean]:
-    """A loss of 0 whose sums were divided by 1 has no items: ``sum / n.clamp(min=1)``."""
-    is_empty: bool | Tensor = on_host(loss) == 0.0
-    for mean in sums:
-        is_empty = is_empty & (mean.total == mean.parts)
-    if is_empty is False:
-        return sums
-    none = [torch.where(is_empty, 0.0, m.total) if isinstance(is_empty, Tensor) else 0.0 for m in sums]
-    return [replace(mean, total=total) for mean, total in zip(sums, none, strict=True)]
-
-
-def _zero_if_masked(number: Number, summed: list[Any]) -> Number:
-    """What sums beside other means are divided by: 0 for the 1 of a ``clamp(min=1)`` over what is masked out."""
-    is_empty: bool | Tensor = number == 1.0
-    for node in summed:
-        if is_empty is False:
-            return number
-        is_empty = is_empty & _is_masked_out(node)
-    return torch.where(is_empty, 0.0, number) if isinstance(is_empty, Tensor) else 0.0 if is_empty else number
-
-
-def _is_masked_out(node: Any) -> bool | Tensor:
-    """Whether all items of a sum are multiplied by 0, or are ignored targets; without a node there are no items."""
-    if node is None:
-        return True
-    if type(node).__name__.startswith("NllLoss"):
-        targets = _targets_of(node)
-        return targets is not None and targets == 0
-    is_out: bool | Tensor = False
-    while type(node).__name__ in _VIEWS or type(node).__name__ in _MULS:
-        inputs = node.next_functions
-        main = 0 if inputs[0][0] is not None else 1
-        if len(inputs) > 1 and inputs[1 - main][0] is None:
-            mask = _saved_tensor(node._raw_saved_self if main else node._raw_saved_other)
-            is_out = is_out if mask is None else is_out | (on_host(mask.count_nonzero()) == 0)
-        node = inputs[main][0]
-    return is_out
+def _targets_of_sums(means: list[Mean], targets: Number, form: tuple[str, ...]) -> Items:
+    """The items of a loss whose sums are divided by ``num_items_in_batch``, if all of it is."""
+    divisor = means[0].total
+    for mean in means:
+        # Waits for the device only where several sums are divided by numbers on it.
+        if not mean.kind.startswith("sum of") or (mean is not means[0] and mean.total != divisor):
+            raise _Unreadable("not all of it is divided by num_items_in_batch")
+    factors = [mean.factor for mean in means]
+    factor = None if None in factors else math.fsum(factors)  # type: ignore[arg-type]  # no None
+    return Items((Mean("targets of a sum", targets, factor),), form, divisor=divisor)
 
 
 def _is_of_weights(node: Any) -> bool:
@@ -368,21 +350,18 @@ def _are_all_zero(items: Any) -> bool:
         _Unreadable: if a loss is added to items or multiplies them, or if a tensor weights stacked losses.
     """
     inputs: tuple[Any, ...] = items.next_functions
-    for node, output in inputs:
-        if node is None or len(inputs) == 1:
-            continue
-        below, at = node, output
-        while type(below).__name__ in _VIEWS:
-            below, at = below.next_functions[0]
-        if below is None or (type(node).__name__ != "StackBackward0" and below._input_metadata[at].shape):
-            continue
-        if not _is_of_weights(node):
+    for one in inputs if len(inputs) > 1 else ():
+        is_loss = type(one[0]).__name__ == "StackBackward0" or _are_scalars([one])
+        if one[0] is not None and is_loss and not _is_of_weights(one[0]):
             raise _Unreadable("it weights stacked losses, or adds a mean to each item")
     main = 0 if inputs[0][0] is not None else 1
     if type(items).__name__ not in _MULS or (len(inputs) > 1 and inputs[1 - main][0] is not None):
         return False
-    value = _saved_number(items, "self" if main else "other")
-    return isinstance(value, float) and value == 0.0
+    value = _saved_tensor(items._raw_saved_self if main else items._raw_saved_other)
+    if value is None or value.ndim:  # a tensor with dimensions is a mask
+        return False
+    number = on_host(value)
+    return isinstance(number, float) and number == 0.0
 
 
 def _are_scalars(outputs: Any) -> bool:
@@ -395,9 +374,16 @@ def _are_scalars(outputs: Any) -> bool:
     return True
 
 
-def _targets_of(cross_entropy: Any) -> Number | None:
+def _targets_of(cross_entropy: Any) -> Number:
     targets = _saved_tensor(cross_entropy._raw_saved_target)
-    return None if targets is None else on_host((targets != cross_entropy._saved_ignore_index).sum())
+    return on_host((_shown(targets) != cross_entropy._saved_ignore_index).sum())
+
+
+def _shown(value: Any) -> Any:
+    """What a cross-entropy has saved, unless it is hidden."""
+    if value is None:
+        raise _Unreadable("saved-tensor hooks or a sharded loss hide how many targets it counts")
+    return value
 
 
 def _saved_tensor(saved: Any) -> Tensor | None:
@@ -409,11 +395,8 @@ def _saved_tensor(saved: Any) -> Tensor | None:
     return value if type(value) is Tensor else None
 
 
-def _saved_number(node: Any, name: str) -> Number | None:
-    """A number that a node has saved; None where a hook has packed it, or it is not one number."""
-    saved = getattr(node, f"_raw_saved_{name}", None)
-    if saved is None:
-        return float(getattr(node, f"_saved_{name}"))
+def _number(saved: Any) -> Number | None:
+    """The number in a ``_raw_saved_*``; None where a hook has packed it, or it is not one number."""
     # As `_saved_tensor`, with one Python call less.
     value = saved.data if saved.unpack_hook is None or saved.unpack_hook is unchanged else None
     return on_host(value) if type(value) is Tensor and value.numel() == 1 else None
@@ -423,9 +406,7 @@ def on_host(value: Tensor) -> Number:
     """The number in a tensor of one element if it is in the host's memory, else a scalar tensor on its device."""
     if value.device.type != "cpu":
         return value.detach().float().reshape(())
-    number: Any = (
-        value.tolist()
-    )  # not `item()`, which fails under a TorchDispatchMode for a number that Python has given
+    number: Any = value.tolist()  # not `item()`, which fails under a TorchDispatchMode for a number of Python
     while isinstance(number, list):
         number = number[0]
     return float(number)

@@ -2,10 +2,10 @@
 
 :class:`LossWeights` compares each loss with the run's first one that counts something. The rules, one sentence each:
 
-1. While all means of a loss are over one number, it may be built in any way; else its means stay, and stay in
-   proportion.
-2. The factors of the means that decide add up to the same, unless the loss is built otherwise with as many of them.
-3. Of a mean of T means over n items each, only one of T and n changes.
+1. While all means of a loss are over one number, it may be built in any way, but with no term of 0; else its means
+   stay, and stay in proportion.
+2. The factors of the means of a kind add up to the same, unless the loss is built otherwise with as many that decide.
+3. Of a mean of T means over n items each, T or n is that of the first loss.
 4. A loss that counts nothing weighs 0; every other loss is unknown if it counts nothing of what the first one counts.
 
 Limits: ``max(1, n)`` hides whether n was 0 or 1 (a loss of 0 is taken for none, anything else for one); a loop over T
@@ -15,26 +15,16 @@ pairs.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from lightning_mp.core.saved_state import (
-    AMOUNT,
-    ANY_NUMBER,
-    FLAG,
-    NUMBER,
-    POSITIVE,
-    TEXT,
-    checked_state,
-    listed_of,
-    named,
-    or_none,
-)
+from lightning_mp.core.saved_state import AMOUNT, FLAG, NUMBER, POSITIVE, TEXT, checked_state, listed_of, named
 from lightning_mp.tokens.loss_items import Items, Mean, Number, Unknown
 
 _CLOSE = 1e-5  # relative; counts on a device are float32
-
+_is_close = partial(math.isclose, rel_tol=_CLOSE)
 
 #: How many items one loss counts; whether that is known, a tensor where the host would have to wait for it; why not.
 Weight = tuple[Number, bool | Tensor, str]
@@ -46,35 +36,29 @@ class LossWeights:
     def __init__(self) -> None:
         self.first: Items | None = None  # the first loss that counted something; its numbers are the host's
         self.is_equal = False  # micro-batches have equal weights for the rest of the fit
-        self._forms: dict[tuple[str, ...], float] = {}  # the factors of the means that decide, by how a loss is built
         self._many = 0  # means that decide in the first loss
-        # Of means of means: whether their number, and the number of items of each, has always been the same.
-        self._same_parts = True
-        self._same_items: bool | Tensor = True
+        self._forms: dict[tuple[str, ...], list[float]] = {}  # the factors of each kind, by how a loss is built
 
     def settle(self, readings: Sequence[Items | Unknown]) -> str:
         """Settles it with the first losses of all ranks; returns a message about it, empty if no loss counts anything.
 
         Waits for the device. Call it again with the next losses while :attr:`first` is None.
         """
+        first: Items | None = None
         for reading in readings:
             if isinstance(reading, Unknown):
                 return self.weigh_equally(reading.reason)
-        known = [reading for reading in readings if isinstance(reading, Items) and reading.means]
-        first = next((one for one in known if float(one.means[0].total) > 0 and _is_finite(one)), None)
+            factors = [mean.factor for mean in reading.means if mean.factor is not None]
+            counts = reading.means and float(reading.means[0].total) != 0 and all(map(math.isfinite, factors))
+            first = reading if first is None and counts else first
         if first is None:
             return ""
         means = [Mean(m.kind, float(m.total), m.factor, m.parts, bool(m.is_even)) for m in first.means]
-        self.first = Items(tuple(means), first.form)
-        _, factor, self._many = self._deciding(first)
-        if factor is None:
-            return self.weigh_equally("it is multiplied by a number on the device")
-        for other in known:
-            if self._deciding(other)[0] < 0:
-                return self.weigh_equally(f"ranks count {means[0].kind} and {other.means[0].kind}")
-        if not all(mean.is_even for mean in means):
-            return self.weigh_equally("it is a mean of means over different numbers of items")
-        self._forms = {first.form: factor}
+        self.first = Items(tuple(means), first.form, first.has_zero)
+        self._many = sum(mean.kind == means[0].kind for mean in means)
+        _, is_known, why = self.of(self.first)
+        if not is_known:
+            return self.weigh_equally(why)
         kinds = ", ".join(dict.fromkeys(mean.kind for mean in means))
         return (
             f"Gradient accumulation: micro-batches are weighted by what their losses are means over ({kinds}),"
@@ -98,63 +82,58 @@ class LossWeights:
             return 0.0, False, reading.reason
         if not reading.means:
             return 0.0, reading.form not in self._forms, "a factor of it is 0 at times"
-        position, factor, many = self._deciding(reading)
-        if position < 0:
-            return 0.0, False, f"it counts {reading.means[0].kind}, the first loss {first.means[0].kind}"
-        main = reading.means[position]
-        if isinstance(main.total, float) and not 0 <= main.total < math.inf:
-            return 0.0, False, f"it is a mean over {main.total:g} items"
-        if factor is None:
-            return main.total, False, "it is multiplied by a number on the device"
-        if not math.isfinite(factor):  # as its gradient, with which no step is made
-            return main.total, True, ""
-        before = self._forms.setdefault(reading.form, factor if many == self._many else self._forms[first.form])
-        if not abs(factor - before) <= _CLOSE * abs(before):
-            return main.total, False, f"it is multiplied by {factor:g}, and one before it by {before:g}"
-        if len(reading.means) == len(first.means) == 1 and main.parts == first.means[0].parts == 1:
-            return main.total, True, ""
-        return self._compare(reading, main)
-
-    def _deciding(self, reading: Items) -> tuple[int, float | None, int]:
-        """Which mean decides; the factors of those of its kind, added up, and how many they are."""
-        assert self.first is not None
-        position, factor, many, kind = -1, 0.0, 0, ""
-        for index, mean in enumerate(reading.means):
-            if position < 0:
-                for known in self.first.means:
+        main = known = None
+        many, factors = 0, dict[str, float]()
+        for mean in reading.means:
+            if mean.factor is None:
+                return 0.0, False, "it is multiplied by a number on the device"
+            factors[mean.kind] = factors.get(mean.kind, 0.0) + mean.factor
+            if main is None:
+                for known in first.means:
                     if known.kind == mean.kind:
-                        position, kind = index, mean.kind
-            if mean.kind == kind:
-                if mean.factor is None:
-                    return position, None, many
-                factor, many = factor + mean.factor, many + 1
-        return position, factor, many
+                        main = mean
+                        break
+            if main is not None and mean.kind == main.kind:
+                many += 1
+        if main is None or known is None:
+            return 0.0, False, f"it counts {reading.means[0].kind}, the first loss {first.means[0].kind}"
+        if isinstance(main.total, float) and not 0 <= main.total < math.inf:
+            return 0.0, False, f"it is a mean over {_text([main.total])} items"
+        added = list(factors.values())
+        if not all(map(math.isfinite, added)):  # as its gradient, with which no step is made
+            return main.total, True, ""
+        before = self._forms.get(reading.form)
+        if before is None and (
+            many == self._many or _is_close(factors[main.kind], next(iter(self._forms.values()))[0])
+        ):
+            before = self._forms[reading.form] = added
+        if before is None or len(before) != len(added) or not all(map(_is_close, before, added)):
+            before = before or next(iter(self._forms.values()))
+            return 0.0, False, f"it is multiplied by {_text(added)}, and one before it by {_text(before)}"
+        if len(reading.means) == len(first.means) == 1 and main.parts == known.parts == 1:
+            return main.total, main.is_even, "it is a mean over 1 or no items"
+        return self._in_proportion(reading, main, known)
 
-    def _compare(self, reading: Items, main: Mean) -> Weight:
-        """Whether a loss of several means, or of means of means, is in proportion to the first one."""
+    def _in_proportion(self, reading: Items, main: Mean, known: Mean) -> Weight:
+        """What a loss of several means, or of means of means, weighs by one that the first loss has too."""
         assert self.first is not None
-        first = self.first.means
-        is_known, why = main.is_even, "it is a mean of means over different numbers of items"
-        if main.parts > 1 or first[0].parts > 1:
-            self._same_parts = self._same_parts and main.parts == first[0].parts
-            same_items = main.total * first[0].parts == first[0].total * main.parts
-            self._same_items = self._same_items & same_items
-            is_known = is_known & (self._same_parts | self._same_items)
-            if main.is_even is True:
-                why = "both numbers of its mean of means change"
-        means, unit = reading.means, _scale_of(reading.means, first, main)
-        if unit is None:  # what is multiplied by 0 does not count
-            means, first = _without_zeros(means), _without_zeros(first)
-            unit = _scale_of(means, first, main)
-        is_same, scale = unit is not None, main.total if unit is None else unit
-        if not is_same and not _are_over_one_number(first):
-            return main.total, False, self._out_of_proportion(reading)
+        first, means = self.first.means, reading.means
+        is_known: bool | Tensor = main.parts == known.parts or main.total * known.parts == known.total * main.parts
+        is_same = len(means) == len(first) and known.total > 0
         for index, mean in enumerate(means):
-            expected = scale * first[index].total if is_same else scale
+            is_same = is_same and mean.kind == first[index].kind
+        if not is_same and (reading.has_zero or self.first.has_zero or not _are_over_one_number(first)):
+            return 0.0, False, self._out_of_proportion(reading)
+        for index, mean in enumerate(means):
+            expected = main.total * (first[index].total / known.total) if is_same else main.total
             is_close = abs(mean.total - expected) <= _CLOSE * expected  # type: ignore[operator]  # numbers, or tensors
-            is_known = is_known & is_close & mean.is_even
-        if is_known is not True and len(means) > 1:
-            why = self._out_of_proportion(reading)
+            is_known = is_known & mean.is_even & is_close
+        if is_known is True:
+            return main.total, True, ""
+        if len(means) > 1:
+            return main.total, is_known, self._out_of_proportion(reading)
+        is_even = main.is_even is True
+        why = "both numbers of its mean of means change" if is_even else "it is a mean of means over different numbers"
         return main.total, is_known, why
 
     def _out_of_proportion(self, reading: Items) -> str:
@@ -165,18 +144,15 @@ class LossWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
-        means = self.first.means if self.first is not None else ()
+        first = self.first or Items()
         return {
             "is_equal": self.is_equal,
-            "kinds": [mean.kind for mean in means],
-            "totals": [float(mean.total) for mean in means],
-            "factors": [mean.factor for mean in means],
-            "parts": [mean.parts for mean in means],
-            "form": " ".join(self.first.form) if self.first is not None else "",
+            "kinds": [mean.kind for mean in first.means],
+            "totals": [float(mean.total) for mean in first.means],
+            "parts": [mean.parts for mean in first.means],
+            "has_zero": first.has_zero,
             "many": self._many,
-            "forms": {" ".join(form): factor for form, factor in self._forms.items()},
-            "same_parts": self._same_parts,
-            "same_items": bool(self._same_items),
+            "forms": {" ".join(form): factors for form, factors in self._forms.items()},
         }
 
     def load_state_dict(self, saved: Any) -> None:
@@ -185,38 +161,17 @@ class LossWeights:
         kinds = {
             "is_equal": FLAG,
             "totals": listed_of(AMOUNT, means),
-            "factors": listed_of(or_none(ANY_NUMBER), means),
             "parts": listed_of(POSITIVE, means),
-            "form": TEXT,
+            "has_zero": FLAG,
             "many": AMOUNT,
-            "forms": named(NUMBER),
-            "same_parts": FLAG,
-            "same_items": FLAG,
+            "forms": named(listed_of(NUMBER)),
         }
         state = checked_state(saved, kinds, "the weights of micro-batches")
-        entries = [state[name] for name in ("kinds", "totals", "factors", "parts")]
-        first = tuple(Mean(kind, total, factor, parts) for kind, total, factor, parts in zip(*entries, strict=True))
-        self.first = Items(first, tuple(state["form"].split())) if first else None
+        entries = zip(state["kinds"], state["totals"], state["parts"], strict=True)
+        first = tuple(Mean(kind, total, parts=parts) for kind, total, parts in entries)
+        self.first = Items(first, has_zero=state["has_zero"]) if first else None
         self.is_equal, self._many = state["is_equal"], state["many"]
-        self._same_parts, self._same_items = state["same_parts"], state["same_items"]
-        self._forms = {tuple(form.split()): float(factor) for form, factor in state["forms"].items()}
-
-
-def _scale_of(means: Sequence[Mean], first: Sequence[Mean], main: Mean) -> Number | None:
-    """How many times as many items there are as in the first loss, by one of the means; None for other means."""
-    if len(means) != len(first):
-        return None
-    scale: Number | None = None
-    for mean, known in zip(means, first, strict=True):  # no comprehension: a Python call
-        if mean.kind != known.kind:
-            return None
-        if mean is main and known.total:
-            scale = main.total / known.total
-    return scale
-
-
-def _without_zeros(means: Sequence[Mean]) -> tuple[Mean, ...]:
-    return tuple(mean for mean in means if mean.factor != 0.0)
+        self._forms = {tuple(form.split()): factors for form, factors in state["forms"].items()}
 
 
 def _are_over_one_number(means: Sequence[Mean]) -> bool:
@@ -224,10 +179,11 @@ def _are_over_one_number(means: Sequence[Mean]) -> bool:
     return max(totals) - min(totals) <= _CLOSE * totals[0]
 
 
-def _is_finite(reading: Items) -> bool:
-    return all(mean.factor is None or math.isfinite(mean.factor) for mean in reading.means)
-
-
 def _numbers(reading: Items) -> str:
-    numbers = ["a number on the device" if isinstance(m.total, Tensor) else f"{m.total:g}" for m in reading.means]
-    return " and ".join(numbers[:4] + ["..."] * (len(numbers) > 4))
+    return _text([mean.total for mean in reading.means])
+
+
+def _text(numbers: Sequence[Number]) -> str:
+    texts = ["a number on the device" if isinstance(number, Tensor) else f"{number:g}" for number in numbers]
+    texts = ["1 or no" if text == "nan" else text for text in texts]
+    return " and ".join(texts[:4] + ["..."] * (len(texts) > 4))

@@ -15,7 +15,7 @@ from small_models import adamw, fit, fused_adamw, loader, quiet_trainer, regress
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, MetricCollection
 from transformers import BatchEncoding
 
 from lightning_mp import (
@@ -30,7 +30,7 @@ from lightning_mp import (
 )
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.out_of_memory import is_out_of_memory
-from lightning_mp.accumulation.part_logs import merge_logged
+from lightning_mp.accumulation.part_results import merge_logged
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
 
 
@@ -188,6 +188,73 @@ def test_a_metric_counts_every_sample_once():
     torch.testing.assert_close(trainer.callback_metrics["mean"], expected)
 
 
+def test_a_metric_that_is_logged_for_a_step_has_the_value_of_the_whole_batch():
+    """By itself, in a collection, and as a value."""
+
+    class Measured(Limited):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.mean = MeanMetric()
+            self.several = MetricCollection({"first": MeanMetric(), "second": MeanMetric()})
+
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            self.mean(batch[0][:, 0])
+            self.several(batch[0][:, 1])
+            self.log("mean", self.mean, on_step=True, on_epoch=True)
+            self.log_dict(self.several, on_step=True, on_epoch=True)
+            self.log("rounded", output["loss"].item(), on_step=True, on_epoch=True)
+            return output
+
+    batches = regression_batches(3, batch_size=7)
+    whole, split = (fit(Measured(limit), loader(batches), MicroBatchOnOOM()) for limit in (10**9, 3))
+    assert {"mean_step", "mean_epoch", "first_step", "second_epoch"} <= whole.callback_metrics.keys()
+    for name, value in whole.callback_metrics.items():
+        torch.testing.assert_close(split.callback_metrics[name], value, rtol=1e-5, atol=0, msg=name)
+
+
+def test_values_of_a_part_that_counts_nothing_are_left_out_of_what_is_logged():
+    """Also where they are not the loss, and a ``batch_size=`` is given; a sum's loss is the sum also as a float."""
+
+    class Half(Limited):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            if len(x) > self.limit and torch.is_grad_enabled():
+                out_of_memory()
+            chosen = self.net(x)[x[:, 0] > 0]
+            loss = (chosen - y[x[:, 0] > 0]).square().mean()
+            self.log("half", loss / 2, on_step=True, on_epoch=True, batch_size=len(x))
+            return loss
+
+    batches = regression_batches(1, batch_size=8)
+    batches[0][0][:, 0] = torch.tensor([1.0, -1, 1, 1, 1, 1, -1, -1])
+    whole, split = (fit(Half(limit), loader(batches), MicroBatchOnOOM()) for limit in (10**9, 2))
+    assert split.callback_metrics["half_epoch"].isfinite()
+    assert whole.callback_metrics["half_epoch"] > 0
+
+    class Summed(Limited):
+        def training_step(self, batch, batch_idx):
+            loss = 8 * len(batch[0]) * super().training_step(batch, batch_idx)["loss"]
+            self.log("sum", loss.item())
+            return loss
+
+    whole, split = (fit(Summed(limit), loader(batches), MicroBatchOnOOM()) for limit in (10**9, 2))
+    torch.testing.assert_close(split.callback_metrics["sum"], whole.callback_metrics["sum"])
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_parts_are_weighted_beside_a_monitor_that_only_counts(window):
+    """It has the controller settle before this callback that nothing is weighted."""
+    runs = []
+    for limit in (10**9, 3):
+        model = Limited(limit)
+        monitor = MFUMonitor(unit="sample", peak_flops=1e12)
+        fit(model, loader(regression_batches(4, 8)), monitor, MicroBatchOnOOM(), accumulate_grad_batches=window)
+        runs.append(model.gradients)
+    for a, b in zip(*runs, strict=True):
+        assert_close(a, b, 1e-5)
+
+
 def test_a_batch_size_that_is_given_weighs_the_epoch_mean():
     class Logging(Limited):
         def training_step(self, batch, batch_idx):
@@ -288,8 +355,8 @@ def test_sparse_gradients():
     ("reduce_fx", "expected"), [("mean", 2.5), (torch.mean, 2.5), ("sum", 4.0), ("max", 3.0), (min, 1.0)]
 )
 def test_logged_values_are_reduced_as_asked(reduce_fx, expected):
-    assert merge_logged([torch.tensor(1.0), 3.0], [0.25, 0.75], reduce_fx) == expected
-    assert merge_logged([1, 3], [0.25, 0.75], reduce_fx) == expected
+    assert merge_logged([torch.tensor(1.0), torch.tensor(3.0)], [0.25, 0.75], reduce_fx) == expected
+    assert merge_logged([torch.tensor(1), torch.tensor(3)], [0.25, 0.75], reduce_fx) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """MicroBatchOnOOM on one process: the gradient of the whole micro-batch, whatever had to be split."""
 
+import dataclasses
 import gc
 import logging
 import warnings
@@ -469,6 +470,55 @@ def test_a_users_split():
     assert [rows for _, rows in model.notes.rows][-8:] == 2 * [2, 2, 2, 1]
 
 
+@dataclasses.dataclass
+class Fields:
+    """A batch whose tensors are in a dict in a field."""
+
+    tensors: dict[str, torch.Tensor]
+
+
+class Writes(Limited):
+    """Writes to its batch what comes of it, as an augmentation does."""
+
+    def training_step(self, batch, batch_idx):
+        holder = batch.tensors if isinstance(batch, Fields) else vars(batch) if isinstance(batch, Bag) else batch
+        holder["x"] = 2 * holder["x"] + 1
+        holder["middle"] = holder["x"].mean()
+        loss = super().training_step((holder["x"], holder["y"]), batch_idx)["loss"]
+        holder["loss"] = float(loss.detach())
+        return loss
+
+    def log(self, *args, **kwargs):
+        """Lightning cannot find the batch size of a Bag."""
+
+
+@pytest.mark.parametrize(
+    ("make", "split"),
+    [(dict, None), (lambda x, y: Fields({"x": x, "y": y}), None), (Bag, split_bag)],
+    ids=["dict", "dict in a dataclass", "object"],
+)
+def test_a_step_may_write_to_what_holds_its_tensors(make, split):
+    """Parts, and micro-batches that are computed again, begin with what the loader gave."""
+    runs = []
+    for limit in (10**9, 3):
+        batches = [make(x=x, y=y) for x, y in regression_batches(4, batch_size=8)]
+        model = Writes(limit, "backward", first=1)
+        fit(model, batches, MicroBatchOnOOM(split=split), accumulate_grad_batches=2)
+        runs.append(model.gradients)
+    assert all(close(a, b, 1e-6) for a, b in zip(*runs, strict=True))
+
+
+def test_hooks_read_what_a_step_has_written_into_a_batch_that_fits():
+    seen = []
+
+    class Reads(Writes):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(batch["loss"])
+
+    fit(Reads(), [{"x": x, "y": y} for x, y in regression_batches(2, batch_size=8)], MicroBatchOnOOM())
+    assert len(seen) == 2
+
+
 def test_a_batch_that_cannot_be_split_is_refused_at_once():
     bags = [Bag(*batch) for batch in regression_batches(1)]
     with pytest.raises(MisconfigurationException, match=r"batch is of type 'Bag'\. Pass MicroBatchOnOOM\(split="):
@@ -521,6 +571,51 @@ def test_lbfgs_is_refused():
     model = Limited(make_optimizer=torch.optim.LBFGS)
     with pytest.raises(MisconfigurationException, match="LBFGS, which evaluates the loss several times"):
         fit(model, regression_batches(1), MicroBatchOnOOM())
+
+
+class EvaluatesTwice(torch.optim.SGD):
+    """As SAM does."""
+
+    def step(self, closure):
+        closure()
+        return super().step(closure)
+
+
+def test_a_loss_that_is_evaluated_again_inside_of_a_step_is_not_split():
+    """An optimizer may do so without having to have a closure: this is seen when it does."""
+    batches = regression_batches(2, batch_size=8)
+    fit(Limited(make_optimizer=lambda p: EvaluatesTwice(p, lr=0.1)), batches, MicroBatchOnOOM())
+    with pytest.raises(MisconfigurationException, match="evaluated again inside of a step, as EvaluatesTwice does"):
+        fit(Limited(4, make_optimizer=lambda p: EvaluatesTwice(p, lr=0.1)), batches, MicroBatchOnOOM())
+
+
+class Follows(Limited):
+    """Updates a frozen target network in its step."""
+
+    def __init__(self, update: Any) -> None:
+        super().__init__(4)
+        self.target = nn.Linear(1, 1).requires_grad_(False)
+        self.update = update
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.update(self.target.weight)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [lambda weight: weight.mul_(0.9), lambda weight: setattr(weight, "data", 0.9 * weight)],
+    ids=["in place", "data"],
+)
+def test_a_target_network_that_the_step_updates_is_refused(update):
+    """It would be updated for each part, and was in the attempt that failed."""
+    model = Follows(update)
+    with pytest.raises(
+        MisconfigurationException, match=r"changes frozen parameters \(target\.weight\).*on_train_batch_end"
+    ):
+        fit(model, regression_batches(1, batch_size=8), MicroBatchOnOOM())
+    assert not model.gradients
 
 
 def test_a_step_that_fetches_its_batches_is_refused():

@@ -1,12 +1,14 @@
 """Losses whose batches do not fit: the whole's gradient, or a refusal with numbers, or equal weights and a line."""
 
 import logging
+import random
 import warnings
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from gloo import run_same_ranks
@@ -236,6 +238,15 @@ class Draws(Model):
         return super().training_step(batch | {"x": batch["x"] + 0.01 * torch.randn_like(batch["x"])}, batch_idx)
 
 
+class DrawsAFactor(Model):
+    """One number for the whole batch, from NumPy or Python, as mixup does."""
+
+    draw: Callable[[], float]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch | {"x": batch["x"] * type(self).draw()}, batch_idx)
+
+
 class NoEval(Model):
     """Returns no loss in eval mode, as torchvision's detection models."""
 
@@ -250,6 +261,45 @@ def test_a_step_that_draws_random_numbers_is_taken_for_the_likelier_form(loss: s
     fit(Draws(EXACT[loss], 4), batches(), callback)
     assert callback.state_dict() == {"size": 4, "form": form}
     assert f"draws random numbers: the loss of a batch is taken for their {form}" in caplog.text
+
+
+@pytest.mark.parametrize("draw", [lambda: np.random.uniform(0.9, 1.1), lambda: random.uniform(0.9, 1.1)])
+def test_numbers_of_numpy_and_python_are_drawn_too(draw: Callable[[], float], caplog: Any) -> None:
+    kind = type("Draws", (DrawsAFactor,), {"draw": staticmethod(draw)})
+    callback = MicroBatchOnOOM()
+    fit(kind(EXACT["mean of squares"], 4), batches(), callback)
+    assert callback.state_dict()["form"] == "mean"
+    assert "draws random numbers" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Gradient accumulation. micro-batches have equal weights")
+def test_a_small_term_that_joins_samples_is_said_with_the_numbers(caplog: Any) -> None:
+    """Within the tolerance, so it may be rounding; a mean over samples is silent."""
+    fit(Model(EXACT["mean of squares"], 4), batches(), MicroBatchOnOOM())
+    assert "taken for rounding" not in caplog.text
+    small = added([("mean of squares", 1.0), ("variance over the batch", 0.1)])
+    fit(Model(small, 4), batches(), MicroBatchOnOOM())
+    assert "MicroBatchOnOOM: the loss of 4 samples is" in caplog.text
+    assert "off their mean. Up to 0.001 is taken for rounding" in caplog.text
+
+
+class SometimesNone(Model):
+    """No loss without a sample that is chosen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        chosen = batch["y"][:, 0] > 0.5
+        if len(batch["x"]) > self.limit and torch.is_grad_enabled():
+            out_of_memory()
+        return self.loss(self.net(batch["x"])[chosen], {"y": batch["y"][chosen]}) if chosen.any() else None  # type: ignore[return-value]
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_part_without_a_loss_is_left_out() -> None:
+    for limit in (4, 2, 1):
+        whole, split = SometimesNone(EXACT["mean of squares"], FITS), SometimesNone(EXACT["mean of squares"], limit)
+        for model in (whole, split):
+            fit(model, batches(), MicroBatchOnOOM())
+        assert farthest(split, whole) < 1e-9
 
 
 def test_a_step_without_a_loss_in_eval_mode_is_compared_in_training_mode(caplog: Any) -> None:

@@ -158,7 +158,7 @@ class Run:
         self.state = transitions.take_totals(self.state)
         if self._factors:
             # Lightning divides each loss by the planned length.
-            mean = transitions.expected_items(self.state, num_ranks=1) / totals.host[0] / self.state.window.planned
+            mean = (self.state.reference_items or 0.0) / totals.host[0]
             self.weights.append([factor * mean for factor in self._factors])
         self.steps.append(self._window)
         self._window, self._factors = [], []

@@ -24,6 +24,8 @@ from lightning_mp.checkpoints.atomic import (
     commit_checkpoint,
     is_complete,
     marker_path,
+    previous_path,
+    recover_checkpoint,
     remove_checkpoint,
     temporary_path,
 )
@@ -387,6 +389,16 @@ def test_a_folder_that_brings_a_marker_gets_its_own(tmp_path: Path) -> None:
     path = tmp_path / "step=1.ckpt"
     marker_path(folder(begin_checkpoint(path))).write_text("{}")
     commit_checkpoint(path)
+    assert is_complete(path)
+
+
+@pytest.mark.parametrize("hidden", [temporary_path, previous_path, lambda path: path])
+def test_a_complete_folder_that_a_killed_run_left_under_a_hidden_name_gets_its_own(hidden: Any, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, write_directory)
+    os.replace(path, hidden(path))
+    recover_checkpoint(hidden(path))
+    assert os.listdir(tmp_path) == ["last.ckpt"]
     assert is_complete(path)
 
 

@@ -12,13 +12,12 @@ from gloo import process_group, run_ranks
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from reductions_counter import CountReductions, ReductionsPerStep
+from reductions_counter import CountReductions
 from small_models import ShardedTokenModel, TokenModel, adamw, loader, quiet_trainer, token_batches, weights
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler
+from lightning_mp import AccumulationScheduler, AutocastPrecision
 from lightning_mp.gradients.sync import _FSDP1Sync, unsharded_gradient_bytes
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
@@ -30,36 +29,6 @@ COUNTS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6]}
 class Validated(TokenModel):
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return self.training_step(batch, batch_idx)
-
-
-def full(module: TokenModel) -> list[torch.Tensor]:
-    return [p.full_tensor() if isinstance(p, DTensor) else p for p in weights(module)]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp32", "16-mixed"])
-@pytest.mark.parametrize("sync", ["window", "micro_batch"])
-def test_fsdp2_reduces_as_asked_and_ends_at_the_weights_of_ddp(sync: Any, precision: str) -> None:
-    """Two sharded layers; windows of 3, 3 and 1 micro-batches."""
-
-    def train(rank: int, sharded: bool) -> Any:
-        module = ShardedTokenModel(adamw) if sharded else TokenModel(adamw)
-        counter = ReductionsPerStep()
-        trainer = quiet_trainer(
-            devices=2,
-            strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
-            if sharded
-            else DDPStrategy(process_group_backend="gloo"),
-            plugins=[AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**10))] * (precision != "fp32"),
-            callbacks=[AccumulationScheduler({0: 3}, sync=sync if sharded else "window"), counter],
-        )
-        trainer.fit(module, loader(token_batches(COUNTS[rank])))
-        return full(module), counter.counts
-
-    (ours, counts), (theirs, _) = run_ranks(lambda rank: (train(rank, True), train(rank, False)), 2)[0]
-    assert counts == ([2, 2, 2] if sync == "window" else [6, 6, 2])
-    for a, b in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_fsdp2_is_left_reducing_after_the_run() -> None:

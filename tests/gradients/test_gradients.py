@@ -4,14 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.core.devices import accumulation_dtype, sent_to
-from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.fused_optimizers import fused_step
 from lightning_mp.gradients.replication import GradientReplication
@@ -50,10 +47,6 @@ def exact_norms(tensors):
     return torch.stack([t.double().flatten().square().sum().sqrt() for t in tensors])
 
 
-def exact_total_norm(tensors):
-    return exact_norms(tensors).square().sum().sqrt()
-
-
 lists = pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -68,32 +61,6 @@ def test_parameters_come_in_the_order_of_their_groups_and_only_with_a_gradient()
         parameter.grad = torch.zeros(2)
     found = gradient_ops.parameters_with_gradient(optimizer)
     assert [id(p) for p in found] == [id(c), id(a), id(b)]
-
-
-def test_a_plain_gradient_is_its_own_shard():
-    gradient = torch.randn(3, 4).t()
-    assert gradient_ops.local_shard(gradient) is gradient
-
-
-def test_the_shard_of_a_sparse_gradient_shares_its_memory_and_counts_each_row_once():
-    uncoalesced = torch.sparse_coo_tensor([[1, 1]], [[2.0], [3.0]], (4, 1), check_invariants=True)
-    assert gradient_ops.local_shard(uncoalesced).tolist() == [[5.0]]
-    coalesced = uncoalesced.coalesce()
-    gradient_ops.local_shard(coalesced).mul_(2)
-    assert coalesced.to_dense().tolist() == [[0.0], [10.0], [0.0], [0.0]]
-
-
-def test_plain_gradients_have_as_many_replicas_as_the_caller_says():
-    gradient = torch.ones(2)
-    assert gradient_ops.replicas(gradient, ranks_per_parameter=8, plain_replicas=8) == 8
-    assert gradient_ops.replicas(gradient, ranks_per_parameter=8, plain_replicas=1) == 1
-
-
-def test_plain_gradients_are_no_partial_sums():
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = gradient = torch.ones(2)
-    gradient_ops.reduce_partial_gradients_([parameter])
-    assert parameter.grad is gradient
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------
@@ -133,14 +100,6 @@ def test_a_non_finite_element_makes_exactly_its_norm_non_finite(dtype, value, sh
     assert torch.isfinite(gradient_ops.shard_norms(shards)).tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (40,)], ids=str)
-def test_a_gradient_whose_square_does_not_fit_has_no_finite_norm(shape):
-    """Adam's second moment would take that inf and keep it."""
-    finite, infinite = torch.zeros(shape), torch.zeros(shape)
-    finite.view(-1)[0], infinite.view(-1)[0] = 1.5e19, 2e19
-    assert torch.isfinite(gradient_ops.shard_norms([finite, infinite])).tolist() == [True, False]
-
-
 @lists
 @dtypes
 def test_square_sum_counts_every_element_once(shapes, dtype):
@@ -160,12 +119,6 @@ def test_square_sum_holds_sums_that_do_not_fit_into_single_precision():
     assert gradient_ops.square_sum(norms, [1, 1]).sqrt().item() == pytest.approx(2e19, rel=1e-5)
 
 
-def test_on_one_process_the_sum_over_ranks_is_the_tensor_itself():
-    values = torch.tensor([1.0, 2.0])
-    assert sum_over_ranks_(values) is values
-    assert values.tolist() == [1.0, 2.0]
-
-
 def test_sums_are_kept_in_double_precision_but_on_mps():
     assert accumulation_dtype(torch.device("cpu")) == torch.float64
     assert accumulation_dtype(torch.device("cuda", 0)) == torch.float64
@@ -177,16 +130,6 @@ def test_sums_are_kept_in_double_precision_but_on_mps():
 
 def overflows(shards):
     return gradient_ops.any_overflow(gradient_ops.shard_norms(shards))
-
-
-@dtypes
-@pytest.mark.parametrize("value", [INF, -INF, NAN])
-@pytest.mark.parametrize("place", [0, 20, -1])
-def test_a_non_finite_element_is_found_wherever_it_is(dtype, value, place):
-    shards = [torch.ones(3, dtype=dtype), torch.empty(0, dtype=dtype), torch.ones(41, dtype=dtype)]
-    shards[2][place] = value
-    found = overflows(shards)
-    assert (found.item(), found.dtype, found.shape) == (1.0, torch.float32, ())
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 4, 5, 6])
@@ -209,9 +152,12 @@ def test_a_non_finite_element_is_found_in_every_member_of_a_mixed_list(index):
 )
 def test_an_element_overflows_where_its_square_does(dtype, fits, too_large):
     """Adam's second moment is the mean of squares: sqrt(3.4e38) = 1.8e19, sqrt(1.8e308) = 1.3e154."""
-    assert overflows([torch.tensor([fits, 0.0], dtype=dtype)]).item() == 0.0
-    if too_large is not None:
-        assert overflows([torch.tensor([too_large, 0.0], dtype=dtype)]).item() == 1.0
+    for others in ([], [0.0]):  # torch computes the norm of a single number without its square
+        for value, is_found in ((fits, False), (too_large, True)):
+            if value is not None:
+                norms = gradient_ops.shard_norms([torch.tensor([value, *others], dtype=dtype)])
+                assert bool(gradient_ops.any_overflow(norms)) == is_found
+                assert bool(norms.isfinite()) != is_found
 
 
 def test_where_there_is_nothing_nothing_is_found():
@@ -331,16 +277,6 @@ def test_clipping_equals_torchs(shapes, dtype, max_norm):
     torch.testing.assert_close(norm.double(), wanted_norm, rtol=1e-5, atol=0)
     for parameter, shard in zip(parameters, shards, strict=True):
         torch.testing.assert_close(shard.double(), parameter.grad, rtol=max(1e-5, TOLERANCE[dtype]), atol=1e-7)
-
-
-@given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20), st.floats(1e-3, 1e5))
-def test_the_clipped_norm_is_never_above_the_limit_and_small_gradients_are_untouched(values, max_norm):
-    shards = [torch.tensor(values[:7]), torch.tensor(values[7:])]
-    before = [shard.clone() for shard in shards]
-    norm = clip(shards, max_norm).item()
-    assert exact_total_norm(shards).item() <= max_norm * (1 + 1e-5)
-    if norm + 1e-6 <= max_norm:
-        assert all(map(torch.equal, shards, before))
 
 
 def test_the_clip_coefficient_of_zero_and_of_inf():

@@ -13,16 +13,8 @@ from gloo import run_same_ranks as run_ranks
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.gradients import gradient_ops
@@ -39,10 +31,10 @@ SHAPES = [(5, 3), (1,), (6, 2), (3, 4), ()]
 LINE, PLANE, ROWS, COLUMNS = "line", "plane", "rows", "columns"
 LAYOUTS = {
     "plain tensors": (2, [None, None, None, None, None]),
+    "partial sums": (2, [(LINE, [P]), (LINE, [S0]), (LINE, [P]), None, (LINE, [P])]),
     "all sharded": (2, [(LINE, [S0]), (LINE, [S0]), (LINE, [S1]), (LINE, [S0]), (LINE, [R])]),
     "replicated first, sharded later": (2, [(LINE, [R]), (LINE, [S0]), (LINE, [S0]), (LINE, [S1]), (LINE, [R])]),
     "plain and DTensors": (2, [None, (LINE, [S0]), (LINE, [R]), (LINE, [S1]), None]),
-    "partial sums": (2, [(LINE, [P]), (LINE, [S0]), (LINE, [P]), None, (LINE, [P])]),
     "two meshes": (
         4,
         [(ROWS, [S0]), (PLANE, [S0, S0]), (PLANE, [S0, S1]), (PLANE, [R, S0]), (COLUMNS, [R])],
@@ -150,32 +142,6 @@ def test_the_norm_is_that_of_one_process_on_every_rank(layout):
             torch.testing.assert_close(clipped, grad / expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.quick_cases(3)
-@layouts
-def test_replicas_say_how_often_each_shard_exists(layout):
-    """Counted without the functions under test: ranks tell what they hold."""
-    weights, grads = whole_tensors()
-
-    def describe(rank, known_meshes):
-        parameters = make_parameters(layout, known_meshes, weights)
-        # Every element gets a number of its own, so equal shards are copies.
-        numbers = [torch.arange(float(g.numel())).view(g.shape) for g in grads]
-        set_gradients(parameters, layout, known_meshes, numbers)
-        gradient_ops.reduce_partial_gradients_(parameters)
-        return [
-            (
-                gradient_ops.local_shard(p.grad).flatten().tolist(),
-                gradient_ops.replicas(p.grad, ranks_per_parameter=layout[0], plain_replicas=layout[0]),
-            )
-            for p in parameters
-        ]
-
-    for held in zip(*on_ranks(layout, describe), strict=True):
-        shards = [shard for shard, _ in held]
-        for shard, copies in held:
-            assert not shard or copies == shards.count(shard)
-
-
 # -- one decision ------------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +163,7 @@ def train_one_step(layout, known_meshes, scaler, grads, *, unscale_first, rank=0
     return scaler.get_scale(), [whole(p) for p in parameters]
 
 
-@pytest.mark.full
+@pytest.mark.quick_cases(2)
 @layouts
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_one_non_finite_element_anywhere_makes_every_rank_skip(layout, unscale_first):
@@ -308,43 +274,6 @@ def test_ranks_agree_with_kernels_over_whole_lists(name, kernel):
             torch.testing.assert_close(stepped, parameter.detach(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.full
-def test_scale_trajectories_stay_equal_over_many_steps():
-    """Overflows come and go on single ranks; all ranks follow the trajectory of one process that sees all of them."""
-    layout = LAYOUTS["two meshes"]
-    world_size, steps = layout[0], 30
-    _, grads = whole_tensors()
-    generator = torch.Generator().manual_seed(6)
-    overflows = torch.rand(steps, world_size, generator=generator) < 0.08
-    arguments = {"init_scale": SCALE, "growth_interval": 3, "hysteresis": 2}
-
-    def run(rank, known_meshes):
-        scaler = LossScaler("cpu", **arguments)
-        scales = []
-        for step in range(steps):
-            weights, _ = whole_tensors()
-            parameters = make_parameters(layout, known_meshes, weights)
-            set_gradients(parameters, layout, known_meshes, grads)
-            scaler.scale(torch.ones(()))
-            if overflows[step, rank]:
-                gradient_ops.local_shard(parameters[2].grad).view(-1)[0] = INF
-            scaler.step(torch.optim.SGD(parameters, lr=0.0, foreach=False))
-            scaler.update()
-            scales.append(scaler.get_scale())
-        return scales
-
-    alone = LossScaler("cpu", **arguments)
-    expected = []
-    for overflow in overflows.any(1).tolist():
-        parameter = nn.Parameter(torch.ones(1))
-        alone.scale((parameter * (INF if overflow else 1.0)).sum()).backward()
-        alone.step(torch.optim.SGD([parameter], lr=0.0))
-        alone.update()
-        expected.append(alone.get_scale())
-    assert len(set(expected)) > 1
-    assert on_ranks(layout, run) == [expected] * world_size
-
-
 # -- what the stock scalers do in these places -------------------------------------------------------------------------
 
 
@@ -407,118 +336,3 @@ def test_torchs_sharded_grad_scaler_lets_ranks_drift_apart_with_a_fused_optimize
 
     assert scales(ShardedGradScaler) == [SCALE, SCALE / 2]
     assert scales(LossScaler) == [SCALE / 2, SCALE / 2]
-
-
-# -- with gradients that parallel models really make -------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 3)
-
-    def forward(self, x):
-        # FSDP2 warns of outputs that are views, as those of a Linear on three dimensions are.
-        return self.down(torch.relu(self.up(self.norm(x)))).clone()
-
-
-def fsdp2(model):
-    for layer in (model.norm, model):
-        fully_shard(layer)
-    return model
-
-
-TP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-SP_PLAN = {
-    "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=S1),
-    "down": RowwiseParallel(output_layouts=R),
-}
-
-
-def tensor_parallel(model):
-    """The norm stays a plain module."""
-    return parallelize_module(model, init_device_mesh("cpu", (2,)), TP_PLAN)
-
-
-def sequence_parallel(model):
-    """The gradients of the norm arrive as sums that are still to be made."""
-    mesh = init_device_mesh("cpu", (2,))
-    split_input = PrepareModuleInput(input_layouts=(R,), desired_input_layouts=(S1,))
-    return parallelize_module(parallelize_module(model, mesh, split_input), mesh, SP_PLAN)
-
-
-def both(model):
-    """FSDP2 over tensor parallel: the norm lives on one axis, the rest on two."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return fully_shard(parallelize_module(model, mesh["tp"], TP_PLAN), mesh=mesh["dp"])
-
-
-MODELS = {
-    # name: (how the model is split, ranks, ranks that share the batch between them)
-    "FSDP2": (fsdp2, 2, 2),
-    "tensor parallel with a plain norm": (tensor_parallel, 2, 1),
-    "sequence parallel": (sequence_parallel, 2, 1),
-    "FSDP2 over tensor parallel": (both, 4, 2),
-}
-OVERFLOW_STEP = 1
-
-
-def train(model, batches, world_size, share, num_shares, *, overflow_here):
-    """Four steps of scaled backward, unscaling, clipping and SGD; the second overflows where it is told to."""
-    scaler = LossScaler("cpu", init_scale=1024.0, growth_interval=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    scales, norms, saw_partial_sums = [], [], False
-    for step, (x, y) in enumerate(batches):
-        optimizer.zero_grad()
-        x, y = x.chunk(num_shares)[share], y.chunk(num_shares)[share]
-        scaler.scale(nn.functional.mse_loss(model(x), y)).backward()
-        if step == OVERFLOW_STEP and overflow_here:
-            gradient_ops.local_shard(model.down.weight.grad).view(-1)[0] = INF
-        parameters = gradient_ops.parameters_with_gradient(optimizer)
-        placements = [p for parameter in parameters for p in getattr(parameter.grad, "placements", ())]
-        saw_partial_sums |= any(isinstance(p, Partial) for p in placements)
-        scaler.unscale_(optimizer)
-        norm = global_norm(parameters, world_size)
-        norms.append(norm.item())
-        factor = gradient_ops.clip_coefficient(norm, 0.25)
-        gradient_ops.multiply_([gradient_ops.local_shard(p.grad) for p in parameters], factor)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales, norms, saw_partial_sums, {name: whole(p) for name, p in model.named_parameters()}
-
-
-@pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("split", MODELS)
-def test_a_parallel_model_trains_as_on_one_process(split):
-    parallelize, world_size, num_shares = MODELS[split]
-    generator = torch.Generator().manual_seed(8)
-    batches = [(torch.randn(4, 6, 8, generator=generator), torch.randn(4, 6, 3, generator=generator)) for _ in range(4)]
-    torch.manual_seed(9)
-    model = Net()
-
-    def run(rank):
-        with process_group():
-            return train(
-                parallelize(model),
-                batches,
-                world_size,
-                share=rank * num_shares // world_size,
-                num_shares=num_shares,
-                overflow_here=rank == world_size - 1,
-            )
-
-    results = run_ranks(run, world_size)
-    scales, norms, _, weights = train(model, batches, 1, 0, 1, overflow_here=True)
-    assert scales == [1024.0, 512.0, 512.0, 1024.0]
-    for rank_scales, rank_norms, saw_partial_sums, rank_weights in results:
-        assert saw_partial_sums == (split == "sequence parallel")
-        assert rank_scales == scales
-        assert rank_norms == results[0][1]
-        assert rank_norms == pytest.approx(norms, rel=1e-4)
-        assert set(rank_weights) == set(weights)
-        for name, weight in weights.items():
-            torch.testing.assert_close(rank_weights[name], weight, rtol=1e-5, atol=1e-6)

@@ -69,7 +69,7 @@ GUARDED_ELSEWHERE = {
     *("_layer_sync", "_val_check_time_interval"),
     # preflight_checks/test_preflight_facts.py, test_preflight_report.py
     *("_ddp_kwargs", "_accelerator_connector", "_device", "_milestones", "_schedulers"),
-    # precision/test_master_weights_checkpoints.py, test_master_weights_setup.py
+    # precision/test_master_weights_checkpoints.py
     "_average_model",
     # accumulation/test_micro_batch_on_oom.py
     *("_zero_grad_fn", "_backward_fn"),

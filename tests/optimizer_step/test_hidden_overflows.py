@@ -9,7 +9,6 @@ import torch
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import Callback
 from small_models import Regression, StepsByHand, adamw, fit, fused_adamw, regression_batches, sgd, weights
-from torch import nn
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
 
@@ -332,10 +331,3 @@ def test_the_monitor_tells_where_most_steps_were_skipped(overflows: Any, batches
     found = [str(w.message) for w in caught if "optimizer steps were skipped" in str(w.message)]
     assert len(found) == told
     assert not told or f"{len(overflows)} of {batches} optimizer steps" in found[0]
-
-
-def test_a_net_that_needs_no_scale_is_not_asked_for_one() -> None:
-    module = Raw()
-    module.net = nn.Sequential(*module.net)
-    fit(module, regression_batches(3), plugin=AutocastPrecision("bf16-mixed"))
-    assert module.trainer.global_step == 3

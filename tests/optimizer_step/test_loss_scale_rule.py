@@ -1,14 +1,13 @@
 """The update of the loss scale against the published rules, written down here a second time in plain Python."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp.optimizer_step.loss_scaler import overflows_at_floor
 from lightning_mp.optimizer_step.update_rule import ScaleRule, ScaleState, update_scale_
@@ -104,20 +103,11 @@ growth_intervals = st.integers(1, 6)
 first_scales = st.floats(2.0**-20, 2.0**100, width=32)
 
 
-@given(overflow_sequences, growth_factors, backoff_factors, growth_intervals, first_scales)
-@example([True] * 200, 2.0, 0.5, 1, 65536.0)  # down to zero
-@example([False] * 200, 2.0, 0.5, 1, 65536.0)  # up to where the product is not finite
-def test_without_hysteresis_and_bounds_it_is_torchs_rule(overflows, growth_factor, backoff_factor, interval, scale):
-    rule = ScaleRule(growth_factor, backoff_factor, interval, **OPEN)
-    state, torchs = new_state(rule, scale), TorchGradScaler(rule, scale)
-    for overflow in overflows:
-        advance(state, overflow, rule)
-        torchs.update(overflow)
-        assert (state.scale.item(), state.growth_tracker.item()) == (torchs.scale, torchs.growth)
-
-
 @given(overflow_sequences, growth_factors, backoff_factors, growth_intervals, first_scales, st.integers(1, 5))
 @example([False] * 200, 2.0, 0.5, 1, 65536.0, 2)
+@example([True] * 200, 2.0, 0.5, 1, 65536.0, 1)
+@example([True, False, True], 2.0, 0.5, 6, 65536.0, 2)  # the healthy step refills
+@example([False, False, True, False, False, False], 2.0, 0.5, 3, 65536.0, 3)  # and growth restarts
 def test_refill_by_step_is_the_rule_of_apex(overflows, growth_factor, backoff_factor, interval, scale, hysteresis):
     rule = ScaleRule(growth_factor, backoff_factor, interval, **OPEN, hysteresis=hysteresis, hysteresis_refill="step")
     state, apex = new_state(rule, scale), Apex(rule, scale, hysteresis=hysteresis)
@@ -142,21 +132,6 @@ def test_refill_by_growth_is_the_rule_of_megatron(overflows, growth_factor, back
             break
         assert (state.scale.item(), state.growth_tracker.item()) == (megatron.scale, megatron.growth)
         assert hysteresis == 1 or state.hysteresis_tracker.item() == megatron.hysteresis
-
-
-def test_the_two_refills_differ_on_overflows_with_healthy_steps_between():
-    overflows = [True, False, True, False, True]
-    by_step = ScaleRule(hysteresis=2, hysteresis_refill="step")
-    by_growth = ScaleRule(hysteresis=2, hysteresis_refill="growth")
-    assert list(trajectory(by_step, overflows)) == [65536.0] * 5
-    assert list(trajectory(by_growth, overflows)) == [65536.0, 65536.0, 32768.0, 32768.0, 16384.0]
-
-
-def test_hysteresis_forgives_one_less_than_its_number_and_restarts_growth():
-    rule = ScaleRule(growth_interval=3, hysteresis=3)
-    overflows = [False, False, True, True, True, False, False, True, False, False, False]
-    scales = list(trajectory(rule, overflows))
-    assert scales == [65536.0] * 4 + [32768.0] * 6 + [65536.0]
 
 
 @given(
@@ -210,32 +185,3 @@ def test_the_floor_count_is_the_length_of_the_last_run_of_overflows_that_began_a
         count = overflows_at_floor(count, float(overflow), state.scale.item(), rule)
         advance(state, overflow, rule)
         assert count == expected
-
-
-def test_it_works_in_place_on_scalars_of_the_documented_types():
-    rule = ScaleRule(hysteresis=2)
-    state = new_state(rule, 4.0)
-    tensors = [getattr(state, field.name) for field in fields(state)]
-    for overflow in [True, True, False]:
-        advance(state, overflow, rule)
-    assert all(getattr(state, field.name) is tensor for field, tensor in zip(fields(state), tensors, strict=True))
-    assert [(t.dtype, t.shape) for t in tensors] == [(torch.float32, ())] + [(torch.int32, ())] * 2
-
-
-def test_nothing_is_read_on_the_host():
-    class CountReads(TorchDispatchMode):
-        reads = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.reads += func is torch.ops.aten._local_scalar_dense.default
-            return func(*args, **(kwargs or {}))
-
-    rule = ScaleRule(growth_interval=2, hysteresis=2)
-    state = new_state(rule, 4.0)
-    found_infs = [torch.tensor(float(overflow)) for overflow in [True, True, False, False]]
-    with CountReads() as counter:
-        for found_inf in found_infs:
-            update_scale_(state, found_inf, rule)
-        assert counter.reads == 0
-        state.scale.item()  # the counter does count
-        assert counter.reads == 1

@@ -12,7 +12,6 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import (
     Regression,
-    StepsByHand,
     adamw,
     fit,
     fused_adamw,
@@ -136,17 +135,6 @@ def test_ranks_skip_together_when_one_overflows(optimizer: Any) -> None:
     (skips_0, weights_0), (skips_1, weights_1) = run_ranks(train, 2)
     assert skips_0 == skips_1 == 2
     assert weights_0 == weights_1
-
-
-def test_manual_optimization_is_guarded_too() -> None:
-    class Manual(StepsByHand, Regression):
-        pass
-
-    module = Manual(overflows=(1,))
-    monitor = OverflowMonitor(guard=True)
-    fit(module, regression_batches(4), monitor)
-    assert (monitor.attempted_steps, monitor.skipped_steps) == (4, 1)
-    assert all(torch.isfinite(w).all() for w in weights(module))
 
 
 @pytest.mark.parametrize(("optimizer", "host_waits"), [(sgd, 1), (fused_adamw, 0)], ids=["unfused", "fused"])

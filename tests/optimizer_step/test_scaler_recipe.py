@@ -1,6 +1,7 @@
 """torch's public recipe (unscale_, clip, step, update) works through the plugins or raises as torch does."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -290,26 +291,35 @@ class TwoRates(pl.LightningModule):
         return [self.make_optimizer(part.parameters()) for part in (self.fast, self.slow)]
 
 
+PLUGINS = {
+    "autocast": partial(AutocastPrecision, "16-mixed"),
+    "masters": partial(MasterWeightsPrecision, "16-true"),
+}
+
+
+def same_windows(runs: Sequence[tuple[TwoRates, int]], plugin: str, scale: float, batches: int, windows: int) -> None:
+    """Of two runs, each with its growth interval; scales are powers of two, so that they round nothing in fp32."""
+    for module, growth_interval in runs:
+        scaler = LossScaler("cpu", init_scale=scale, growth_interval=growth_interval)
+        fit(module, regression_batches(batches), plugin=PLUGINS[plugin](scaler=scaler))
+    (undisturbed, _), (disturbed, _) = runs
+    assert len(undisturbed.windows) == windows
+    for window, wanted in zip(disturbed.windows, undisturbed.windows, strict=True):
+        for ours, expected in zip(window, wanted, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("optimizer", [sgd, fused_adamw], ids=["sgd", "fused"])
-@pytest.mark.parametrize("plugin", [AutocastPrecision, MasterWeightsPrecision])
+@pytest.mark.parametrize("plugin", PLUGINS)
 @pytest.mark.parametrize(
     ("bad_batches", "growth_interval"), [((1,), 1000), ((), 2), ((2, 3, 5), 1)], ids=["overflow", "growth", "both"]
 )
 def test_a_window_is_a_mean_whatever_the_other_optimizer_does_to_the_scale(
-    bad_batches: Sequence[int], growth_interval: int, plugin: Any, optimizer: Any
+    bad_batches: Sequence[int], growth_interval: int, plugin: str, optimizer: Any
 ) -> None:
-    """Promise 4. Scales are powers of two, so that in fp32 gradients nothing is rounded by them."""
-    precision = {AutocastPrecision: "16-mixed", MasterWeightsPrecision: "16-true"}[plugin]
-    found = []
-    for bad, interval in (((), 1000), (bad_batches, growth_interval)):
-        module = TwoRates(optimizer, bad)
-        scaler = LossScaler("cpu", init_scale=256.0, growth_interval=interval)
-        fit(module, regression_batches(8), plugin=plugin(precision, scaler=scaler))
-        found.append(module.windows)
-    assert len(found[0]) == 2
-    for window, undisturbed in zip(found[1], found[0], strict=True):
-        for ours, expected in zip(window, undisturbed, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-4)
+    """Promise 4."""
+    runs = [(TwoRates(optimizer), 1000), (TwoRates(optimizer, bad_batches), growth_interval)]
+    same_windows(runs, plugin, scale=256.0, batches=8, windows=2)
 
 
 class GradientsBehindTheStep(TwoRates):
@@ -328,19 +338,10 @@ class GradientsBehindTheStep(TwoRates):
 
 
 @pytest.mark.parametrize("optimizer", [sgd, fused_adamw], ids=["sgd", "fused"])
-@pytest.mark.parametrize("plugin", [AutocastPrecision, MasterWeightsPrecision])
-def test_gradients_that_come_after_their_optimizers_step_change_with_the_scale(plugin: Any, optimizer: Any) -> None:
-    precision = {AutocastPrecision: "16-mixed", MasterWeightsPrecision: "16-true"}[plugin]
-    found = []
-    for interval in (1000, 1):
-        module = GradientsBehindTheStep(optimizer)
-        scaler = LossScaler("cpu", init_scale=16.0, growth_interval=interval)
-        fit(module, regression_batches(6), plugin=plugin(precision, scaler=scaler))
-        found.append(module.windows)
-    assert len(found[0]) == 5
-    for window, undisturbed in zip(found[1], found[0], strict=True):
-        for ours, expected in zip(window, undisturbed, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=2e-3, atol=1e-4)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_gradients_that_come_after_their_optimizers_step_change_with_the_scale(plugin: str, optimizer: Any) -> None:
+    runs = [(GradientsBehindTheStep(optimizer), interval) for interval in (1000, 1)]
+    same_windows(runs, plugin, scale=16.0, batches=6, windows=5)
 
 
 def test_what_a_step_has_used_is_not_touched_by_the_update() -> None:
@@ -374,11 +375,4 @@ def test_a_weight_that_waits_for_two_optimizers_changes_with_the_scale_once() ->
         def configure_optimizers(self) -> Any:
             return [sgd(self.fast.parameters()), sgd(self.slow.parameters()), sgd(self.slow.parameters())]
 
-    found = []
-    for interval in (1000, 1):
-        module = Shared(sgd)
-        scaler = LossScaler("cpu", init_scale=16.0, growth_interval=interval)
-        fit(module, regression_batches(4), plugin=AutocastPrecision("16-mixed", scaler=scaler))
-        found += module.windows
-    for ours, expected in zip(*found, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-6)
+    same_windows([(Shared(sgd), 1000), (Shared(sgd), 1)], "autocast", scale=16.0, batches=4, windows=1)

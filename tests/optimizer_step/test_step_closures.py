@@ -138,26 +138,6 @@ def test_on_masters_they_evaluate_as_often_and_come_close_to_fp32(optimizer: str
         torch.testing.assert_close(mine.float(), theirs, rtol=0.1, atol=0.05)
 
 
-@pytest.mark.parametrize("storage", ["fp32", "remainder"])
-def test_lbfgs_descends_on_masters(storage: Any) -> None:
-    """For three steps; then the loss is zero, and its curvature noise, also under autocast."""
-
-    class Losses(Evaluated):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            self.losses.append(float(loss.detach()))
-            return loss
-
-    module = Losses(OPTIMIZERS["lbfgs"])
-    module.losses = []
-    (batch,) = regression_batches(1)
-    small_models.fit(
-        module, [batch] * 3, plugin=MasterWeightsPrecision("bf16-true", storage=storage)
-    )  # later the loss is zero, and its curvature noise
-    assert 6 < len(module.losses) <= 12  # up to four evaluations per step
-    assert module.losses[-1] < 0.1 * module.losses[0]
-
-
 def test_a_later_evaluation_that_overflows_ends_the_run() -> None:
     """Weights have changed by then, and only the optimizer knows how."""
     message = r"^SAM evaluated the loss itself and its gradients overflowed.* Resume from a checkpoint, with a lower"

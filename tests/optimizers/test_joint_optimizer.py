@@ -3,13 +3,14 @@
 import copy
 import itertools
 import pickle
-import re
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import quiet_trainer
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
@@ -70,21 +71,6 @@ KINDS = ["muon + fused adamw", "two fused", "three, groups without names"]
 def assert_equal_weights(*nets: nn.Module) -> None:
     for tensors in zip(*(net.state_dict().values() for net in nets), strict=True):
         assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_steps_and_resumes_as_the_optimizers_by_hand(kind: str) -> None:
-    by_hand, joint, resumed = make_net(), make_net(), make_net()
-    train(by_hand, parts_of(by_hand, kind), range(8))
-    optimizer = JointOptimizer(parts_of(joint, kind), module=joint)
-    train(joint, [optimizer], range(4))
-    weights, state = copy.deepcopy(joint.state_dict()), copy.deepcopy(optimizer.state_dict())
-    train(joint, [optimizer], range(4, 8))
-    second = JointOptimizer(parts_of(resumed, kind))
-    resumed.load_state_dict(weights)
-    second.load_state_dict(state)
-    train(resumed, [second], range(4, 8))
-    assert_equal_weights(by_hand, joint, resumed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -194,26 +180,6 @@ def test_any_partition_of_a_module_equals_the_optimizers_by_hand(parts: list[obj
     train(joint, [optimizer], range(saved_after, 4))
     train(resumed, [second], range(saved_after, 4))
     assert_equal_weights(by_hand, joint, resumed)
-
-
-@settings(max_examples=25, deadline=None)
-@given(partitions(), st.data())
-def test_any_parameter_in_none_or_in_two_is_refused_by_name(parts: list[object], data: st.DataObject) -> None:
-    net = make_net()
-    owner = data.draw(st.integers(0, len(parts) - 1))
-    name = data.draw(st.sampled_from([name for names in parts[owner][2] for name in names]))
-    optimizers = made(net, parts)
-    parameter = dict(net.named_parameters())[name]
-    for group in optimizers[owner].param_groups:
-        group["params"] = [p for p in group["params"] if p is not parameter]
-    with pytest.raises(ValueError, match=rf"^JointOptimizer: {re.escape(name)} would not be trained"):
-        JointOptimizer(optimizers, module=net)
-    optimizers = made(net, parts)
-    twice = (owner + 1) % len(parts)
-    optimizers[twice].param_groups[0]["params"].append(parameter)
-    where = f"{name} (in optimizers {min(owner, twice)} and {max(owner, twice)})"
-    with pytest.raises(ValueError, match=rf"^JointOptimizer: {re.escape(where)}: it would be stepped twice"):
-        JointOptimizer(optimizers, module=net)
 
 
 def test_a_copy_shares_groups_and_state_as_the_original_does() -> None:
@@ -370,12 +336,7 @@ def loader() -> torch.utils.data.DataLoader[tuple[torch.Tensor, ...]]:
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IDS), batch_size=2)
 
 
-def trainer(**settings: object) -> pl.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return pl.Trainer(
-        **{"accelerator": "cpu", "devices": 1, "max_epochs": 2, "enable_checkpointing": False} | quiet | settings
-    )
-
+trainer = partial(quiet_trainer, max_epochs=2)
 
 PLUGINS = {
     "16-mixed": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0)),

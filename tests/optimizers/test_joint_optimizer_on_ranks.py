@@ -1,7 +1,5 @@
 """Muon beside AdamW under each strategy: after 20 steps in fp32 the weights of one process, resumed ones too."""
 
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,10 +7,8 @@ from typing import Any
 from unittest.mock import patch
 
 import fsdp2_runs as runs
-import lightning.pytorch as pl
 import pytest
 import torch
-from gloo import RankError
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -21,7 +17,6 @@ from small_models import ResumableLoader, loader, quiet_trainer
 from torch.optim import AdamW, Muon
 
 from lightning_mp import (
-    AtomicCheckpoints,
     AutocastPrecision,
     JointOptimizer,
     LossScaler,
@@ -29,7 +24,6 @@ from lightning_mp import (
     PipelineParallelStrategy,
     matrices_and_rest,
 )
-from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.optimizers import sharded_muon
 
 STEPS = 20
@@ -250,44 +244,3 @@ def test_one_optimizer_with_the_same_groups_resumes_as_a_joint_one_of_its_kind_o
     for straight, joint, message in run_ranks(on_rank, 2):
         assert all(torch.equal(straight[name], joint[name]) for name in straight)
         assert said[strategy] in message
-
-
-class SavedEachStep(pl.Callback):
-    """As ModelCheckpoint saves, and one rank is killed in the batch that begins after ``kill_after`` steps."""
-
-    def __init__(self, folder: Path, kill_after: int | None) -> None:
-        self.folder, self.kill_after = folder, kill_after
-
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.kill_after and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "fp16"), ("fsdp2", "remainder")])
-def test_a_killed_run_resumes_to_the_bit(strategy: str, precision: str, tmp_path: Path) -> None:
-    """Killed twice, each time resumed from the latest complete checkpoint: the second one is of a resumed run."""
-
-    def run(kill_after: int | None = None) -> list[list[dict[str, torch.Tensor]]]:
-        saving = {
-            "callbacks": [AtomicCheckpoints(), SavedEachStep(tmp_path, kill_after)],
-            "ckpt_path": latest_checkpoint(tmp_path),
-        }
-
-        def on_rank(rank: int) -> list[dict[str, torch.Tensor]]:
-            """The run that is killed or resumed, and one that does not stop."""
-            return [
-                train(rank, 2, STRATEGIES[strategy][1](), steps=6, plugin=PLUGINS[precision](), **arguments)
-                for arguments in (saving, {})
-            ]
-
-        return run_ranks(on_rank, 2)
-
-    for kill_after in (2, 4):
-        with pytest.raises(RankError, match="was ended by SIGKILL"):
-            run(kill_after)
-    for resumed, straight in run():
-        assert all(torch.equal(straight[name], resumed[name]) for name in straight)

@@ -162,38 +162,3 @@ def test_under_fsdp2_each_matrix_is_orthogonalised_on_one_rank_and_exchanged_by_
         assert len(seen) == matrices // 2
         assert calls == ["c10d::alltoall_base_"] * matrices  # two for each pair
         assert peak_bytes < 10 * largest_bytes  # momentum, messages and Newton-Schulz of one, not of all
-
-
-def test_under_fully_shard_equals_one_process() -> None:
-    """Twenty steps under FSDP2, each rank with its own batch, against the mean gradient in one process."""
-
-    def net() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 10, bias=False), nn.Tanh(), nn.Linear(10, 7, bias=False))
-
-    def batch(step: int, rank: int) -> torch.Tensor:
-        return torch.randn(4, 6, generator=torch.Generator().manual_seed(2 * step + rank))
-
-    def run(rank: int) -> list[torch.Tensor]:
-        model = net()
-        mesh = init_device_mesh("cpu", (2,))
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = JointOptimizer([Muon(model.parameters(), lr=0.05)], module=model)
-        for step in range(20):
-            optimizer.zero_grad()
-            model(batch(step, rank)).square().mean().backward()
-            optimizer.step()
-        return [parameter.full_tensor().detach() for parameter in model.parameters()]
-
-    model = net()
-    optimizer = Muon(model.parameters(), lr=0.05)
-    for step in range(20):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (model(batch(step, rank)).square().mean() / 2).backward()
-        optimizer.step()
-    for weights in run_group(run, 2):
-        for sharded, whole in zip(weights, model.parameters(), strict=True):
-            torch.testing.assert_close(sharded, whole.detach(), rtol=0, atol=1e-6)

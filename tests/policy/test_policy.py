@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, RULES, WIDTH, Classifier, Evaluated, batches, failing, nothing_is_left, train
-from small_models import fit, loader, quiet_trainer, sgd, weights
+from small_models import fit, loader, quiet_trainer, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -206,33 +205,6 @@ def test_validation_in_fp32_equals_a_plain_fp32_trainer():
     assert all(torch.equal(a, b) for a, b in zip(ours.losses, plain.losses, strict=True))
 
 
-def test_two_ranks_under_ddp_equal_one_process():
-    def run(rank: int) -> tuple[list[Tensor], dict[str, torch.dtype]]:
-        module = Classifier()
-        strategy = DDPStrategy(process_group_backend="gloo")
-        policy = PrecisionPolicy(RULES)
-        trainer = quiet_trainer(
-            devices=2, strategy=strategy, plugins=[AutocastPrecision("bf16-mixed", policy=policy)], max_steps=1
-        )
-        trainer.fit(module, loader([batches()[rank]]))
-        return weights(module), module.dtypes
-
-    (first, dtypes), (second, _) = run_ranks(run, 2)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert (dtypes["logits"], dtypes["softmax"], dtypes["linear"]) == (torch.float32, torch.float32, LOW)
-
-    reference = Classifier()
-    applied = AppliedPolicy(PrecisionPolicy(RULES), reference, "cpu")
-    optimizer = sgd(reference.parameters())
-    for batch in batches():
-        with torch.autocast("cpu", LOW), applied.in_force(LOW):
-            loss = reference.step(batch) / 2
-        loss.backward()
-    optimizer.step()
-    for ours, expected in zip(first, weights(reference), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize(
     ("policy", "param_dtype"),
     [(None, LOW), (PrecisionPolicy.default(), LOW), ({"head": "low"}, LOW), ({"head": "fp32"}, None)],
@@ -253,22 +225,3 @@ def test_another_precision_for_evaluation_is_refused_under_fsdp1(monkeypatch: py
     monkeypatch.setattr(FSDPStrategy, "root_device", torch.device("cpu"))
     with pytest.raises(MisconfigurationException, match=r"eval_precision='32-true'\) with FSDPStrategy: it gathers"):
         plugin.convert_module(module)
-
-
-def test_16_bit_weights_follow_the_policy_too():
-    """As master weights have them: under autocast every rule holds, and no weight is cast."""
-    module = Classifier()
-    applied = AppliedPolicy(PrecisionPolicy(RULES), module, "cpu")
-    stay = applied.resolved.modules_not_used_in(LOW)
-    assert stay == ("head",)
-    for name, part in module.named_modules():
-        if name not in stay:
-            for parameter in part.parameters(recurse=False):
-                parameter.data = parameter.data.to(LOW)
-    with torch.autocast("cpu", LOW), applied.in_force(LOW):
-        loss = module.step([batch.to(LOW) if batch.is_floating_point() else batch for batch in batches(1)[0]])
-    with applied.in_force(LOW):
-        loss.backward()
-    fp32 = dict.fromkeys(["logits", "softmax", "layer_norm", "loss"], torch.float32)
-    assert module.dtypes == {"linear": LOW} | fp32
-    assert module.head.weight.grad.dtype == torch.float32

@@ -9,10 +9,9 @@ from gloo import FLOAT8, run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from policy_models import LOW, dtypes_of_operations, failing, nothing_is_left
-from small_models import StepsByHand, adamw, fit, loader, weights
+from small_models import StepsByHand, adamw, fit, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import Float8Precision, PrecisionPolicy
 from lightning_mp.policy.float8_layers import choose_float8_layers
@@ -27,13 +26,12 @@ RULES = [("gate", "fp32"), ("up", "low"), ("head", "fp32"), *DEFAULT.rules]
 class Net(pl.LightningModule):
     """Calls its norm, softmax and loss as functions; two or three of its layers can be fp8."""
 
-    def __init__(self, reentrant: bool | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(8, WIDTH)
         self.up, self.gate, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, CLASSES)
-        self.reentrant = reentrant
         self.dtypes: dict[str, torch.dtype] = {}
 
     def mix(self, x: Tensor) -> Tensor:
@@ -41,23 +39,15 @@ class Net(pl.LightningModule):
         return x + F.softmax(x @ x.mT, -1) @ x
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        x = self.mix(x) if self.reentrant is None else checkpoint(self.mix, x, use_reentrant=self.reentrant)
-        logits: Tensor = self.head(x)
+        logits: Tensor = self.head(self.mix(self.stem(x)))
         return logits
 
-    def step(self, batch: Any) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         logits = self(x)
         loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
         self.dtypes = dtypes_of_operations(x, self.stem.weight, logits, loss)
         return loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.step(batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.step(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return adamw(self.parameters())
@@ -199,34 +189,6 @@ def test_rules_about_operations_do_not_reach_into_fp8_layers(recipe: str, emulat
 # -- transforms, ranks -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Net, Manual], ids=["automatic", "manual"])
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "not-reentrant", "reentrant"])
-def test_manual_and_checkpointed_training_equal_plain_training(kind: Any, reentrant: bool | None) -> None:
-    assert equal(train(kind(reentrant)), train())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_compiled_training_equals_eager_training_in_one_graph(recipe: str) -> None:
-    class OwnRegion(Net):
-        """Keeps an operation in fp32 by hand; torch.compile alone would trace its backward under autocast."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.mix(self.stem(x))
-            with torch.autocast("cpu", enabled=False):
-                x = x + x.float() @ torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
-            return self.head(x)
-
-    ends = []
-    for compiled in (True, False):
-        torch._dynamo.reset()
-        module = OwnRegion()
-        if compiled:
-            module.compile(backend="aot_eager", fullgraph=True)
-        ends.append(train(module, plugin(recipe=recipe)))
-    assert equal(*ends)
-
-
 def test_ddp_equals_one_process() -> None:
     def run(rank: int) -> list[Tensor]:
         strategy = DDPStrategy(process_group_backend="gloo")
@@ -267,16 +229,6 @@ def test_after_an_exception_nothing_is_left(where: str, kind: Any) -> None:
         train(module)
     assert nothing_is_left(module)
     assert {type(layer) for layer in module.children()} == {nn.Linear}
-
-
-def test_a_second_fit_and_a_test_follow_the_policy_too(capsys: pytest.CaptureFixture[str]) -> None:
-    module, ours = Net(), plugin()
-    for _ in range(2):
-        trainer = fit(module, batches(), plugin=ours)
-        trainer.test(module, loader(batches()), verbose=False)
-        assert (module.dtypes["logits"], module.dtypes["softmax"]) == (torch.float32, torch.float32)
-        assert nothing_is_left(module)
-    assert capsys.readouterr().out.count("1 'gate'") == 1, "the same table is printed once"
 
 
 def test_a_rule_that_matches_nothing_stops_the_run_before_any_layer_is_converted() -> None:

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from operation_calls import CALLS, Call
 from small_models import Regression, fit, regression_batches, sgd
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,47 +15,9 @@ from lightning_mp.policy.module_rules import PolicyScope
 from lightning_mp.policy.operation_rules import OperationRules, operation_rules
 from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR
 
-Call = Callable[[Tensor, Tensor], Tensor]
 ROWS = torch.arange(4)
 INTO_ROW_0 = torch.zeros(4, 4, dtype=torch.int64)
 
-
-def convolution(name: str, dims: int) -> Call:
-    return lambda a, b: getattr(F, name)(a.view(1, 4, 4, *[1] * (dims - 1)), b.view(4, 4, *[1] * dims))
-
-
-def loss(name: str) -> Call:
-    return lambda a, b: getattr(F, name)(a, b)
-
-
-# Calls with two 4 x 4 tensors. What is missing takes a single one with floating-point numbers.
-FAMILY_CALLS: dict[str, Call] = {
-    "layer_norm": lambda a, b: F.layer_norm(a, (4,), b[0]),
-    "rms_norm": lambda a, b: F.rms_norm(a, (4,), b[0]),
-    "group_norm": lambda a, b: F.group_norm(a, 2, b[0]),
-    "linear": F.linear,
-    "matmul": torch.matmul,
-    "mm": torch.mm,
-    "mv": lambda a, b: torch.mv(a, b[0]),
-    "addmm": lambda a, b: torch.addmm(a, b, a),
-    "addmv": lambda a, b: torch.addmv(a[0], b, a[0]),
-    "bmm": lambda a, b: torch.bmm(a[None], b[None]),
-    "addbmm": lambda a, b: torch.addbmm(a, b[None], a[None]),
-    "baddbmm": lambda a, b: torch.baddbmm(a[None], b[None], a[None]),
-    "einsum": lambda a, b: torch.einsum("ij,kj->ik", a, b),
-    "multi_dot": lambda a, b: torch.linalg.multi_dot([a, b, a]),
-    "scaled_dot_product_attention": lambda a, b: F.scaled_dot_product_attention(a[None], b[None], a[None]),
-    "binary_cross_entropy": lambda a, b: F.binary_cross_entropy(a.sigmoid(), b.sigmoid()),
-    "cosine_embedding_loss": lambda a, b: F.cosine_embedding_loss(a, b, ROWS.sign()),
-    "gaussian_nll_loss": lambda a, b: F.gaussian_nll_loss(a, b, a.square() + 1),
-    "kl_div": lambda a, b: F.kl_div(a, b, reduction="batchmean"),
-    "margin_ranking_loss": lambda a, b: F.margin_ranking_loss(a, b, a),
-    "triplet_margin_loss": lambda a, b: F.triplet_margin_loss(a, b, a),
-    "triplet_margin_with_distance_loss": lambda a, b: F.triplet_margin_with_distance_loss(a, b, a),
-}
-FAMILY_CALLS |= {f"{kind}{n}d": convolution(f"{kind}{n}d", n) for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
-WITH_CLASSES = {"cross_entropy", "nll_loss", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss"}
-FAMILY_CALLS |= {name: loss(name) for name in FAMILIES["losses"] if name not in FAMILY_CALLS.keys() | WITH_CLASSES}
 
 # What autocast on CUDA promotes, and torch refuses otherwise.
 PROMOTED_CALLS: dict[str, Call] = {
@@ -104,13 +67,13 @@ def outcome(call: Call, dtypes: tuple[torch.dtype, torch.dtype], policy: Precisi
 
 
 @pytest.mark.parametrize("dtypes", MIXTURES, ids=str)
-@pytest.mark.parametrize("name", sorted(FAMILY_CALLS))
+@pytest.mark.parametrize("name", sorted(CALLS))
 def test_every_operation_of_the_families_takes_inputs_of_two_dtypes(
     name: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    found = outcome(FAMILY_CALLS[name], dtypes, PrecisionPolicy.default())
+    found = outcome(CALLS[name], dtypes, PrecisionPolicy.default())
     if name == "multi_dot":  # autocast on CPUs casts its list where all of it is fp32
-        assert found == outcome(FAMILY_CALLS[name], dtypes, None)
+        assert found == outcome(CALLS[name], dtypes, None)
         assert "same dtype" in str(found)
         return
     assert isinstance(found, Tensor), found
@@ -138,8 +101,8 @@ def test_other_operations_run_with_a_policy_where_they_run_without(name: str, po
 def test_a_family_of_products_gives_the_dtypes_of_autocast(name: str) -> None:
     """So whatever takes their results with fp32 tensors runs as it does without a policy."""
     dtypes = torch.float32, torch.float32
-    without = outcome(FAMILY_CALLS[name], dtypes, None)
-    found = outcome(FAMILY_CALLS[name], dtypes, PrecisionPolicy({"op:matmuls": "low"}))
+    without = outcome(CALLS[name], dtypes, None)
+    found = outcome(CALLS[name], dtypes, PrecisionPolicy({"op:matmuls": "low"}))
     assert torch.equal(found, without)
     assert found.dtype == without.dtype == (torch.float32 if name in PRODUCTS_WITH_A_VECTOR else torch.bfloat16)
 
@@ -148,10 +111,10 @@ def test_a_family_of_products_gives_the_dtypes_of_autocast(name: str) -> None:
 def test_a_rule_that_names_the_product_casts_it(name: str) -> None:
     dtypes = torch.float32, torch.float32
     for wanted in ("low", "bf16"):
-        named = outcome(FAMILY_CALLS[name], dtypes, PrecisionPolicy([(f"op:{name}", wanted), ("matmuls", "low")]))
+        named = outcome(CALLS[name], dtypes, PrecisionPolicy([(f"op:{name}", wanted), ("matmuls", "low")]))
         assert named.dtype == torch.bfloat16
-    assert outcome(FAMILY_CALLS[name], dtypes, PrecisionPolicy({"op:matmuls": "bf16"})).dtype == torch.float32
-    assert outcome(FAMILY_CALLS[name], MIXTURES[0], PrecisionPolicy({"op:matmuls": "fp32"})).dtype == torch.float32
+    assert outcome(CALLS[name], dtypes, PrecisionPolicy({"op:matmuls": "bf16"})).dtype == torch.float32
+    assert outcome(CALLS[name], MIXTURES[0], PrecisionPolicy({"op:matmuls": "fp32"})).dtype == torch.float32
 
 
 def test_a_result_tensor_is_written_to() -> None:

@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, PrecisionPolicy
 from lightning_mp.core import private_sharding_api
-from lightning_mp.policy.applied import AppliedPolicy
 from lightning_mp.policy.sharding_units import gathered_otherwise, sharding_units
 
 RULES = [("2", "fp32"), *PrecisionPolicy.default().rules]
@@ -69,60 +68,6 @@ def test_what_is_fp32_gets_units_of_its_own():
     ]
     assert units(RULES, [""]) == [(("0.norm", "1.norm", "2"), None), (("",), LOW)]
     assert units({"0.norm": "fp16"}, ["0"]) == [(("0.norm",), torch.float16), (("0",), LOW)]
-
-
-def forward_and_backward(sharded: nn.Module, applied: AppliedPolicy) -> Tensor:
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    with torch.autocast("cpu", LOW), applied.in_force(LOW):
-        loss = sharded(x).square().mean()
-    with applied.in_force(LOW):
-        loss.backward()
-    return loss.detach()
-
-
-def test_fsdp2_computes_what_one_process_computes():
-    def run(rank: int) -> tuple[Tensor, list[Tensor], dict[str, torch.dtype]]:
-        with process_group():
-            mesh = dist.init_device_mesh("cpu", (2,))
-            sharded = model()
-            applied = AppliedPolicy(PrecisionPolicy(RULES), sharded, "cpu")
-            for names, mixed_precision in sharding_units(applied.resolved, ["0", "1", ""], LOW):
-                parts = [sharded.get_submodule(name) for name in names]
-                fully_shard(parts, mesh=mesh, mp_policy=mixed_precision)
-            seen: dict[str, torch.dtype] = {}
-            for name in ("0.norm", "0.up", "2"):
-                sharded.get_submodule(name).register_forward_hook(
-                    lambda part, args, out, name=name: seen.update({name: part.weight.dtype})
-                )
-            loss = forward_and_backward(sharded, applied)
-            return loss, [parameter.grad.full_tensor() for parameter in sharded.parameters()], seen
-
-    loss, gradients, seen = run_ranks(run, 2)[0]
-    assert seen == {"0.norm": torch.float32, "0.up": LOW, "2": torch.float32}
-    reference = model()
-    assert torch.equal(loss, forward_and_backward(reference, AppliedPolicy(PrecisionPolicy(RULES), reference, "cpu")))
-    for ours, parameter in zip(gradients, reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-7)
-
-
-def test_fsdp1_gathers_in_fp32_and_computes_what_one_process_computes():
-    def run(rank: int) -> Tensor:
-        with process_group():
-            plugin = AutocastPrecision("bf16-mixed", policy=PrecisionPolicy(RULES))
-            sharded: Any = model()
-            applied = AppliedPolicy(PrecisionPolicy(RULES), sharded, "cpu")
-            sharded = FullyShardedDataParallel(
-                sharded,
-                mixed_precision=plugin.mixed_precision_config,
-                device_id=torch.device("cpu"),
-                use_orig_params=True,
-                auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Block),
-            )
-            return forward_and_backward(sharded, applied)
-
-    reference = model()
-    expected = forward_and_backward(reference, AppliedPolicy(PrecisionPolicy(RULES), reference, "cpu"))
-    assert all(torch.equal(loss, expected) for loss in run_ranks(run, 2))
 
 
 # -- the plugins under Lightning's strategies --------------------------------------------------------------------------
@@ -207,8 +152,8 @@ def train(module: Net, plugin: Any, **arguments: Any) -> Any:
 
 
 @quiet_fsdp2
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", PLUGINS)
-@pytest.mark.full
 def test_under_fsdp2_the_plugin_trains_as_in_one_process(name: str) -> None:
     """With the same batches on both ranks, and in a second fit, too. What the policy keeps in fp32 is gathered so."""
 

@@ -91,19 +91,6 @@ def test_a_compiled_model_follows_when_the_policy_falls_asleep():
             assert compiled(x).dtype == torch.float32
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not-reentrant", "reentrant"])
-def test_a_checkpoint_computes_again_what_it_computed(reentrant: bool):
-    """The recomputation runs in backward, outside of the forward's context, and calls functions outside of modules."""
-    plain, checkpointed = Classifier(), Classifier(reentrant)
-    x = batches(1)[0][0].requires_grad_()
-    results = [
-        step_under(AppliedPolicy(PrecisionPolicy(RULES), model, "cpu"), model, x) for model in (plain, checkpointed)
-    ]
-    assert torch.equal(results[0][0], results[1][0])
-    for ours, expected in zip(results[1][1], results[0][1], strict=True):
-        assert torch.equal(ours, expected)
-
-
 class Manual(StepsByHand, Classifier):
     pass
 
@@ -114,29 +101,6 @@ def test_manual_and_checkpointed_training_equal_plain_training(kind: type[Classi
     """In manual optimization Lightning alone runs backward under autocast: what is fp32 would get 16-bit gradients."""
     expected = train(PrecisionPolicy(RULES))
     for ours, theirs in zip(weights(train(PrecisionPolicy(RULES), kind(reentrant))), weights(expected), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("with_policy", [True, False], ids=["policy", "bare"])
-def test_compiled_training_equals_eager_training(with_policy: bool):
-    class OwnRegion(Classifier):
-        """Keeps its head in fp32 by hand."""
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.body(self.stem(x))
-            with torch.autocast("cpu", enabled=False):
-                logits: Tensor = self.head(x.float())
-            return logits
-
-    def trained(compiled: bool) -> list[Tensor]:
-        torch._dynamo.reset()
-        module = OwnRegion()
-        if compiled:
-            module.compile(backend="aot_eager", fullgraph=True)
-        return weights(train(PrecisionPolicy(RULES) if with_policy else None, module))
-
-    for ours, theirs in zip(trained(True), trained(False), strict=True):
         assert torch.equal(ours, theirs)
 
 

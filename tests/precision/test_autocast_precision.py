@@ -10,7 +10,7 @@ import pytest
 import torch
 from gradient_counter import CountGradientTraffic
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -88,18 +88,6 @@ def test_training_equals_a_plain_loop(
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-def test_the_scale_follows_torch(fused: bool) -> None:
-    batches = regression_batches(12)
-    scaler = LossScaler(init_scale=2.0**10, growth_interval=3)
-    module = Regression(fused_adamw if fused else adamw, overflows=(2, 3, 9))
-    fit(module, batches, plugin=AutocastPrecision("16-mixed", scaler=scaler))
-
-    # Grows at steps 7, backs off at 2, 3 and 9: 2^10 -> 2^9 -> 2^8 -> 2^9 (after 4, 5, 6) -> 2^8 (at 9).
-    assert scaler.get_scale() == 2.0**8
-    assert scaler.state_dict()["_growth_tracker"] == 2
-
-
 class Witness(Callback):
     def __init__(self) -> None:
         self.gradients: list[list[Tensor]] = []
@@ -168,26 +156,27 @@ def test_with_torchs_cache_a_weight_is_cast_at_most_once_per_forward(precision: 
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "clip", "passes", "waits"),
+    ("precision", "optimizer", "clip", "passes", "waits"),
     [
-        (fused_adamw, {}, 1, 0),
-        (fused_adamw, {"gradient_clip_val": 1.0}, 1, 0),
-        (fused_adamw, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 3, 0),
-        (adamw, {}, 3, 1),
-        (adamw, {"gradient_clip_val": 1.0}, 3, 1),
-        (adamw, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 3, 1),
+        ("16-mixed", fused_adamw, {}, 1, 0),
+        ("16-mixed", fused_adamw, {"gradient_clip_val": 1.0}, 1, 0),
+        ("16-mixed", fused_adamw, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 3, 0),
+        ("16-mixed", adamw, {}, 3, 1),
+        ("16-mixed", adamw, {"gradient_clip_val": 1.0}, 3, 1),
+        ("16-mixed", adamw, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 3, 1),
+        ("bf16-mixed", adamw, {}, 1, 1),
     ],
-    ids=["fused", "fused-norm", "fused-value", "unfused", "unfused-norm", "unfused-value"],
+    ids=["fused", "fused-norm", "fused-value", "unfused", "unfused-norm", "unfused-value", "unfused-bf16"],
 )
 @pytest.mark.parametrize("monitors", [False, True], ids=["bare", "monitored"])
 def test_promise_5_passes_over_gradients_and_host_waits(
-    optimizer: Any, clip: dict[str, Any], passes: int, waits: int, monitors: bool
+    precision: str, optimizer: Any, clip: dict[str, Any], passes: int, waits: int, monitors: bool
 ) -> None:
     """Promise 5: one pass with a fused optimizer, at most three otherwise; no wait when fused."""
     module = Regression(optimizer)
     counter = CountGradientTraffic(module)
     callbacks: list[Callback] = [counter, *([OverflowMonitor()] if monitors else [])]
-    fit(module, regression_batches(5), plugin=plugin("16-mixed"), callbacks=callbacks, **clip)
+    fit(module, regression_batches(5), plugin=plugin(precision), callbacks=callbacks, **clip)
     healthy = counter.rows[-2]
     assert healthy.passes == passes, healthy
     assert healthy.host_waits == waits, healthy
@@ -231,35 +220,8 @@ def test_a_wait_that_stock_does_not_have_is_said_at_set_up(
         assert all(f"AutocastPrecision({precision!r}): {text}" in message for message in told)
 
 
-def test_bf16_without_a_normaliser_reads_the_gradients_once() -> None:
-    module = Regression(adamw)
-    counter = CountGradientTraffic(module)
-    fit(module, regression_batches(3), counter, plugin=plugin("bf16-mixed"))
-    assert counter.rows[-2].passes == 1
-
-
 # Lightning says this once per process, so that a test cannot expect it.
 ignore_none_warning = pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-
-
-@ignore_none_warning
-def test_no_loss_in_the_last_micro_batch_keeps_the_window() -> None:
-    """D13: the stock plugin throws the whole window away, in fp16 only."""
-
-    class NoneAtTheEnd(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
-            return None if batch_idx == 3 else super().training_step(batch, batch_idx)
-
-    batches = regression_batches(4)
-    after = {}
-    for name, plugins in {"fp32": [], "ours": [plugin("16-mixed", weight_by=None)]}.items():
-        module = NoneAtTheEnd(sgd)
-        fit(module, batches, plugins=plugins, accumulate_grad_batches=4)
-        after[name] = weights(module)
-    start = weights(Regression(sgd))
-    for fp32, ours, before in zip(after["fp32"], after["ours"], start, strict=True):
-        assert not torch.equal(ours, before)
-        torch.testing.assert_close(ours, fp32, rtol=1e-3, atol=1e-4)
 
 
 @ignore_none_warning
@@ -291,100 +253,29 @@ def test_the_step_after_a_batch_without_a_loss_is_made(optimizer: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(module), weights(without), strict=True))
 
 
-def test_a_module_that_calls_the_closure_itself_trains() -> None:
-    """D48: with the stock plugin it never trains in fp16."""
-
-    class OwnStep(Regression):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            optimizer_closure()
-            optimizer.step()
-
-    batches = regression_batches(4)
-    module, reference = OwnStep(adamw), Regression(adamw)
-    fit(module, batches, plugin=plugin("16-mixed"))
-    fit(reference, batches, plugin=plugin("16-mixed"))
-    for ours, expected in zip(weights(module), weights(reference), strict=True):
-        assert torch.equal(ours, expected)
-
-
-class ManualClipping(Regression):
-    """Manual optimization that clips with Lightning's own helper."""
-
-    def __init__(self, algorithm: str, limit: float, **arguments: Any) -> None:
-        super().__init__(sgd, **arguments)
-        self.automatic_optimization = False
-        self.algorithm, self.limit = algorithm, limit
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        self.clip_gradients(optimizer, gradient_clip_val=self.limit, gradient_clip_algorithm=self.algorithm)
-        optimizer.step()
-
-
-@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.1), ("value", 0.01)])
-def test_manual_optimization_clips_true_gradients(algorithm: str, limit: float) -> None:
-    """D10: the stock plugin clips gradients times the scale."""
-    batches = regression_batches(5)
-    reference = Regression(sgd, overflows=(2,))
-    plain_loop(reference, batches, "16-mixed", (algorithm, limit))
-    module = ManualClipping(algorithm, limit, overflows=(2,))
-    fit(module, batches, plugin=plugin("16-mixed"))
-    for ours, theirs in zip(weights(module), weights(reference), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
 class TwoOptimizers(Regression):
     """Each layer has an optimizer of its own; the loss of one of their steps is infinite at batch 1."""
 
-    def __init__(self, overflowing: int = 0, optimizer: Any = torch.optim.SGD) -> None:
-        super().__init__(partial(optimizer, lr=1e-2))
-        self.automatic_optimization = False
+    automatic_optimization = False
+
+    def __init__(self, overflowing: int) -> None:
+        super().__init__(fused_adamw)
         self.overflowing = overflowing
-        self.scales: list[tuple[float, float]] = []
 
     def configure_optimizers(self) -> Any:
         return [self.make_optimizer(self.net[index].parameters()) for index in (0, 2)]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        scales = []
         for index, optimizer in enumerate(self.optimizers()):
             loss = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
             optimizer.zero_grad()
             self.manual_backward(loss * torch.inf if (batch_idx, index) == (1, self.overflowing) else loss)
             optimizer.step()
-            scales.append(self.trainer.precision_plugin.scaler.get_scale())
-        self.scales.append((scales[0], scales[1]))
 
 
-def test_one_scale_update_per_batch_with_several_optimizers() -> None:
-    """D09: with stock, the first optimizer's overflow halves the scale that the second one's gradients still have."""
-    batches = regression_batches(3)
-    reference = Regression()
-    first, second = (torch.optim.SGD(reference.net[index].parameters(), lr=1e-2) for index in (0, 2))
-    for batch_idx, (x, y) in enumerate(batches):
-        for optimizer in (first, second):
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = nn.functional.mse_loss(reference.net(x).float(), y.float())
-            optimizer.zero_grad()
-            (loss * 1024.0).backward()
-            for p in reference.parameters():
-                p.grad.div_(1024.0)
-            if not (batch_idx == 1 and optimizer is first):
-                optimizer.step()
-
-    module = TwoOptimizers()
-    fit(module, batches, plugin=plugin("16-mixed"))
-    assert module.scales == [(1024.0, 1024.0), (1024.0, 1024.0), (512.0, 512.0)]
-    for ours, theirs in zip(weights(module), weights(reference), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("scaler", [LossScaler, torch.amp.GradScaler])
-@pytest.mark.parametrize("overflowing", [0, 1])
-def test_of_several_optimizers_each_outcome_is_its_own(scaler: Any, overflowing: int) -> None:
-    """A fused kernel's decision is read a step late, when torch's GradScaler has added all up in the first tensor."""
+@pytest.mark.parametrize(("overflowing", "scaler"), [(0, LossScaler), (1, LossScaler), (1, torch.amp.GradScaler)])
+def test_of_several_optimizers_each_outcome_is_its_own(overflowing: int, scaler: Any) -> None:
+    """D09, D14: a fused kernel's decision is read a step late, when torch's scaler has added all up in one tensor."""
 
     class Outcomes(Callback):
         def on_after_optimizer_step(self, *arguments: Any) -> None:
@@ -392,9 +283,10 @@ def test_of_several_optimizers_each_outcome_is_its_own(scaler: Any, overflowing:
 
     skipped: list[bool] = []
     own = AutocastPrecision("16-mixed", scaler=scaler("cpu", init_scale=1024.0))
-    module = TwoOptimizers(overflowing, partial(torch.optim.AdamW, fused=True))
-    fit(module, regression_batches(3), Outcomes(), plugin=own)
+    fit(TwoOptimizers(overflowing), regression_batches(3), Outcomes(), plugin=own)
     assert skipped == [False, False, overflowing == 0, overflowing == 1, False, False]
+    assert own.scaler is not None
+    assert own.scaler.get_scale() == 512.0
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -436,55 +328,6 @@ def test_a_checkpoint_without_a_scale_warns(tmp_path: Any) -> None:
         quiet_trainer(plugins=[plugin("16-mixed")], max_epochs=2).fit(
             Regression(), loader(regression_batches(2)), ckpt_path=tmp_path / "fp32.ckpt"
         )
-
-
-# -- set-up ------------------------------------------------------------------------------------------------------------
-
-
-def test_every_stock_strategy_accepts_it() -> None:
-    ours = AutocastPrecision("bf16-mixed")
-    assert isinstance(ours, MixedPrecision)
-    assert isinstance(ours, FSDPPrecision)
-    config = ours.mixed_precision_config
-    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (
-        torch.bfloat16,
-        torch.float32,
-        torch.float32,
-    )
-
-
-def test_inputs_and_outputs_are_left_alone() -> None:
-    ours = AutocastPrecision("16-mixed")
-    double = torch.ones(2, dtype=torch.float64)
-    assert ours.convert_input(double) is double
-    assert ours.convert_output(double) is double
-    with ours.module_init_context(), ours.tensor_init_context():
-        assert torch.empty(1).dtype == torch.float32
-
-
-def test_16_mixed_makes_its_own_scaler() -> None:
-    assert isinstance(AutocastPrecision("16-mixed").scaler, LossScaler)
-    assert AutocastPrecision("bf16-mixed").scaler is None
-
-
-def test_any_grad_scaler_is_driven() -> None:
-    """D14: FSDPPrecision rejects and drops a custom scaler."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    module = Regression(overflows=(1,))
-    fit(module, regression_batches(3), plugin=AutocastPrecision("16-mixed", scaler=scaler))
-    assert scaler.get_scale() == 2.0**7
-
-
-def test_validation_runs_in_the_same_precision() -> None:
-    seen: list[torch.dtype] = []
-
-    class Validated(Regression):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            seen.append(self.net(batch[0]).dtype)
-
-    batches = loader(regression_batches(1))
-    quiet_trainer(plugins=[plugin("16-mixed")]).fit(Validated(), batches, batches)
-    assert set(seen) == {torch.float16}
 
 
 # -- after a run -------------------------------------------------------------------------------------------------------

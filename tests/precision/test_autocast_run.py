@@ -6,12 +6,20 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision
 from policy_models import nothing_is_left
 from small_models import Regression, fit, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
-from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, PrecisionPolicy
-from lightning_mp.precision import autocast, autocast_context
+from lightning_mp import (
+    AutocastPrecision,
+    Float8Precision,
+    LossScaler,
+    MasterWeightsPrecision,
+    PrecisionPolicy,
+    TF32Precision,
+)
+from lightning_mp.precision import autocast, autocast_context, master_weights
 
 WIDTH = 16
 PLUGINS: dict[str, Callable[[], Any]] = {
@@ -65,6 +73,22 @@ class Manual(Net):
         self.autocast_in_step.append(torch.is_autocast_enabled("cpu"))
 
 
+@pytest.mark.parametrize("name", [*PLUGINS, "tf32"])
+def test_every_stock_strategy_takes_the_plugin_and_sums_gradients_in_fp32(name: str) -> None:
+    """Modules and tensors are made in fp32, inputs and outputs are left alone, and fp16 has a loss scale by itself."""
+    plugin = TF32Precision() if name == "tf32" else PLUGINS[name]()
+    assert isinstance(plugin, MixedPrecision)
+    assert isinstance(plugin, FSDPPrecision)
+    low = {"tf32": torch.float32}.get(name, torch.float16 if "fp16" in name else torch.bfloat16)
+    config = plugin.mixed_precision_config
+    assert (config.param_dtype, config.reduce_dtype, config.buffer_dtype) == (low, torch.float32, torch.float32)
+    double = torch.ones(2, dtype=torch.float64)
+    assert plugin.convert_input(double) is plugin.convert_output(double) is double
+    with plugin.module_init_context(), plugin.tensor_init_context():
+        assert nn.Linear(1, 1).weight.dtype == torch.float32
+    assert isinstance(plugin.scaler, LossScaler) == ("fp16" in name)
+
+
 def train(module: Net, plugin: Any) -> Net:
     generator = torch.Generator().manual_seed(1)
     fit(module, [torch.randn(4, WIDTH, generator=generator) for _ in range(3)], plugin=plugin)
@@ -83,7 +107,7 @@ def test_manual_optimization_trains_as_automatic_optimization_does(name: str) ->
 
 
 @pytest.mark.quick_cases(2)
-@pytest.mark.parametrize("name", ["autocast", "fp16", "fp8", "master-weights"])
+@pytest.mark.parametrize("name", ["autocast", "autocast-policy", "fp16", "fp8", "master-weights"])
 def test_a_compiled_backward_runs_outside_of_autocast(name: str) -> None:
     """torch.compile alone traces it under the autocast that is on around the forward."""
     ends = []
@@ -104,10 +128,11 @@ def test_emulated_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         autocast_context.warn_about_emulated_bf16("cuda", "AutocastPrecision('16-mixed')")
     autocast_context.warn_about_emulated_bf16("cpu", "")
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(autocast, "warn_about_emulated_bf16", lambda *arguments: asked.append(arguments))
-    for name in ("autocast", "fp16"):
+    for module in (autocast, master_weights):
+        monkeypatch.setattr(module, "warn_about_emulated_bf16", lambda *arguments: asked.append(arguments))
+    for name in ("autocast", "fp16", "master-weights", "master-weights-fp16"):
         train(Net(), PLUGINS[name]())
-    assert asked == [("cpu", "AutocastPrecision('16-mixed')")]
+    assert asked == [("cpu", "AutocastPrecision('16-mixed')"), ("cpu", "MasterWeightsPrecision('16-true')")]
 
 
 class NanGradient(torch.autograd.Function):

@@ -16,9 +16,8 @@ from small_models import fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.optim import AdamW, Muon
 
-from lightning_mp import FSDP2Strategy, JointOptimizer
+from lightning_mp import FSDP2Strategy
 from lightning_mp.core import private_module_api, private_sharding_api
 from lightning_mp.precision.masters.compressed_weights import compressed_shards
 
@@ -39,12 +38,6 @@ STRATEGIES: dict[str, Any] = {
     "fully_shard": (Sharded, partial(model_parallel, Sharded)),
     "tensor parallel": (Split, partial(model_parallel, Split)),
 }
-
-
-def joint(parameters: Any) -> JointOptimizer:
-    parameters = list(parameters)
-    matrices = [p for p in parameters if p.ndim == 2]
-    return JointOptimizer([Muon(matrices, 1e-2), AdamW([p for p in parameters if p.ndim != 2], 1e-2)])
 
 
 def train(
@@ -76,7 +69,7 @@ def train(
 
 @pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}], ids=["", "window"])
-@pytest.mark.parametrize("optimizer", [OPTIMIZERS["adamw_foreach"], OPTIMIZERS["adamw_fused"], joint])
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["adamw_foreach"], OPTIMIZERS["adamw_fused"], OPTIMIZERS["joint"]])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ranks_train_as_with_fp32_masters(name: str, optimizer: Any, settings: dict[str, Any]) -> None:
     if "static" in name:

@@ -466,5 +466,34 @@ def test_a_micro_batch_costs_few_calls_per_weight() -> None:
         return sum(counts)
 
     each = {storage: (calls(60, storage) - calls(10, storage)) / 100 for storage in ("fp32", "remainder")}
+    assert each["fp32"] <= 22
     assert each["remainder"] < 23
     assert each["remainder"] - each["fp32"] <= 5
+
+
+@pytest.mark.filterwarnings("ignore:SGD.step.. was called on the optimizer itself")
+@pytest.mark.parametrize("past", [False, True], ids=["through the plugin", "past it"])
+def test_tiny_updates_add_up_whoever_makes_the_steps(past: bool) -> None:
+    """24 bits: each step rounds with another noise, also one that Lightning does not count."""
+    update, steps = 2.0**-17, 512
+
+    class Creeps(pl.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(64, 1, bias=False)
+            nn.init.ones_(self.net.weight)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(-self.net(batch).sum())
+            (optimizer.optimizer if past else optimizer).step()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=update)
+
+    module = Creeps()
+    quiet_trainer(plugins=[compressed("24bit")]).fit(module, loader([torch.ones(1, 64)] * steps))
+    assert float((module.net.weight.detach() - 1).mean()) == pytest.approx(steps * update, rel=0.25)

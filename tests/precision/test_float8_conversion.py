@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.language_model.gpt import GPT, Block, GPTConfig
-from lightning_mp.policy.float8_layers import choose_float8_layers, summarise_float8_layers
+from lightning_mp.policy.float8_layers import choose_float8_layers
 from lightning_mp.precision.float8 import try_float8, why_no_float8
 from lightning_mp.precision.fp8.conversion import RECIPES, Float8Conversion, convert_to_float8, float8_config
 
@@ -65,11 +65,6 @@ def test_of_a_gpt_all_but_the_first_layer_and_the_tied_head_multiply_in_fp8():
         "blocks.1.mlp.down": None,
         "head": "its weight is also that of token_embedding (Embedding)",
     }
-
-
-def test_first_and_last_can_be_included():
-    assert chosen(chain(4)) == ["1", "2"]
-    assert chosen(chain(4), skip_first_and_last=False) == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize(
@@ -155,12 +150,6 @@ def test_names_are_those_without_torch_compile():
     model = nn.Sequential(torch.compile(chain(3), backend="eager"), nn.Linear(32, 32))
     assert chosen(model) == ["0.1", "0.2"]
     assert chosen(model, "0.1") == ["0.2"]
-
-
-def test_the_summary_says_what_and_why():
-    assert summarise_float8_layers(choose_float8_layers(chain(3), ["1"])) == (
-        "0 of 3 Linear layers; not 0 (it is the first Linear), 1 (skip='1'), 2 (it is the last Linear)"
-    )
 
 
 # -- conversion --------------------------------------------------------------------------------------------------------

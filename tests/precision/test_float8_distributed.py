@@ -8,14 +8,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchao.float8  # noqa: F401  # once, before the ranks are forked
-from cpu_fsdp import CpuFsdp
 from gloo import FLOAT8
 from gloo import run_ranks as run_any_ranks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from small_models import adamw, fit, loader, quiet_trainer, shard, weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_mp import Float8Precision
 from lightning_mp.precision.fp8.conversion import RECIPES
@@ -110,46 +108,6 @@ def test_all_ranks_end_alike_and_fsdp2_close_to_ddp(recipe):
     # Values on the edge between two fp8 numbers fall to either side, so runs part by more than rounding in fp32.
     assert first["fsdp2"][1][0] == first["ddp"][1][0]
     assert first["fsdp2"][1][-1] == pytest.approx(first["ddp"][1][-1], rel=0.2)
-
-
-class TensorParallel(Net):
-    def configure_model(self) -> None:
-        plan = {"2": ColwiseParallel(), "4": RowwiseParallel()}
-        parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
-
-
-@pytest.mark.full
-def test_tensor_parallel_layers_multiply_in_fp8():
-    """Both ranks see the same batches, so one process on its own is the reference, but for factors of shards' rows."""
-
-    def run(rank: int) -> Any:
-        module = TensorParallel()
-        parallel = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, process_group_backend="gloo")
-        fit(module, batches(0, 8), devices=2, strategy=parallel, plugin=Float8Precision(skip_small=False))
-        return full(module), module.losses
-
-    (first, losses), (second, _) = run_ranks(run, 2)
-    alone = Net()
-    fit(alone, batches(0, 8), plugin=Float8Precision(skip_small=False))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    assert losses == pytest.approx(alone.losses, abs=0.01)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.full
-def test_fsdp1_is_close_to_ddp(recipe):
-    def run(rank: int) -> Any:
-        module, reference = Net(), Net()
-        fsdp1 = CpuFsdp(auto_wrap_policy={nn.Linear})
-        plugin = Float8Precision(recipe, skip_small=False)
-        fit(module, batches(rank, 10), devices=2, strategy=fsdp1, plugin=plugin)
-        train(rank, reference, Float8Precision(recipe, skip_small=False), "ddp", 10)
-        return module.losses, reference.losses, [layer.name for layer in plugin.layers]
-
-    for losses, expected, names in run_ranks(run, 2):
-        # FSDP1 rounds weights to bf16 before they are rounded to fp8.
-        assert losses == pytest.approx(expected, abs=0.01)
-        assert names == ["net.0", "net.2", "net.4", "net.5"]
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp2, sharded checkpoints"])

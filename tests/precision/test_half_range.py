@@ -2,7 +2,6 @@
 
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -79,14 +78,6 @@ def test_it_is_named_although_the_fit_ends_with_that_step() -> None:
         fit(Drifting(3), 3)
 
 
-def test_resuming_from_the_end_of_the_range_is_exact(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="net.drifts have reached"):
-        fit(Drifting(3), 3).save_checkpoint(tmp_path / "x.ckpt")
-    module = Drifting(0)
-    fit(module, 1, max_epochs=2, ckpt_path=tmp_path / "x.ckpt")
-    assert module.working == [34784.0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_beyond_the_range_are_refused_at_set_up(dtype: torch.dtype) -> None:
     module = Drifting(0, start=1e5).to(dtype)
@@ -111,6 +102,16 @@ def test_a_policy_may_keep_them_in_fp32() -> None:
     )
     quiet_trainer(plugins=[plugin]).fit(module, loader([torch.ones(2, 4)]))
     assert module.first.bias[0].item() == pytest.approx(1e5)
+
+
+@pytest.mark.parametrize("part", [lambda: nn.Parameter(torch.ones(4)), lambda: nn.LayerNorm(4)], ids=["bare", "norm"])
+def test_an_optimizer_of_weights_without_16_bit_copies_steps(part: Any) -> None:
+    def loss(module: Any, batch: Tensor) -> Tensor:
+        return (batch * module.part if isinstance(module.part, Tensor) else module.part(batch)).square().mean()
+
+    module = Trained(loss, part=part)
+    small_models.fit(module, [torch.arange(4.0)[None]] * 2, plugin=MasterWeightsPrecision("16-true"))
+    assert any(float((weight.detach() - 1).abs().max()) > 0 for weight in module.parameters())
 
 
 class Sharded(Drifting):

@@ -3,7 +3,7 @@
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,8 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lent_models import FLAT, SEQUENCES, TOKENS, Fitted, fit, mlp, same
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
-from master_loops import LoopByHand, clip_by_hand, counted_casts, master_weights, masters_of
+from master_loops import LoopByHand, clip_by_hand, counted_casts, joint, master_weights, masters_of
 from small_models import loader, quiet_trainer, weights
 from split_reference import away
 from torch import Tensor, nn
@@ -25,8 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_mp
-from lightning_mp import ActivationCheckpointing, JointOptimizer
-from lightning_mp.gradients import step_blocks
+from lightning_mp import ActivationCheckpointing
 from lightning_mp.precision.masters.split_parameters import SPLIT_CLASSES, SplitMemory
 
 
@@ -292,14 +290,6 @@ def test_code_that_turns_autocast_off_computes_with_fp32_weights() -> None:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def joint(parameters: Any) -> JointOptimizer:
-    parameters = list(parameters)
-    matrices = [p for p in parameters if p.ndim == 2]
-    return JointOptimizer(
-        [torch.optim.Muon(matrices, 1e-3), torch.optim.AdamW([p for p in parameters if p.ndim != 2], 1e-3)]
-    )
-
-
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
     "adamw_loop": lambda p: torch.optim.AdamW(p, 1e-2, foreach=False),
@@ -340,19 +330,6 @@ def test_any_optimizer_steps_fp32_weights_with_fp32_gradients(optimizer: str, wi
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_optimizer_steps_split_weights_with_fp32_gradients(optimizer: str, window: int, clip: float | None) -> None:
     check_against_hand(lambda: Language(OPTIMIZERS[optimizer]), window=window, clip=clip)
-
-
-@with_each_storage
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
-def test_blocks_change_no_bit(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = []
-    for smallest in (16 * 2**20, 100):
-        monkeypatch.setattr(step_blocks, "_SMALLEST_BLOCK", smallest)
-        monkeypatch.setattr(step_blocks, "BLOCK_SHARE", 0.01)
-        module = Language(OPTIMIZERS[optimizer])
-        fit(module)
-        ends.append(weights(module))
-    assert same(*ends)
 
 
 @with_each_storage
@@ -726,26 +703,11 @@ def test_a_validation_of_split_weights_changes_nothing(swaps: bool, window: int)
 
 
 @with_each_storage
-def test_averages_are_of_fp32_weights() -> None:
-    module, by_hand = Fitted(), Fitted()
-    average = EMAWeightAveraging(decay=0.999)
-    fit(module, callbacks=[average])
-    expected = [p.clone() for p in weights(by_hand)]
-
-    class Averages(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-            for mean, parameter in zip(expected, pl_module.parameters(), strict=True):
-                mean.lerp_(parameter.detach(), 0.001) if trainer.global_step > 1 else mean.copy_(parameter.detach())
-
-    fit(by_hand, callbacks=[Averages()])
-    for ours, theirs in zip(module.parameters(), expected, strict=True):
-        torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=1e-6)
-
-
-@with_each_storage
 def test_after_a_fit_nothing_is_left() -> None:
     module = Fitted()
+    before = list(module.parameters())
     trainer = fit(module)
+    assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
     assert {p.dtype for p in module.parameters()} == {p.grad_dtype for p in module.parameters()} == {torch.float32}
     assert module.net(torch.randn(2, 8)).dtype == torch.float32
     assert all(part._compiled_call_impl is None for part in module.modules())
@@ -800,3 +762,39 @@ def test_weights_loaded_in_16_bit_are_widened_and_it_is_said(caplog: pytest.LogC
         caplog.text.count("4 trainable weights were loaded in 16 bit (net.0.weight, net.0.bias, net.2.weight and 1")
         == 1
     )
+
+
+class Late(Fitted):
+    """Compiles a part in one of the hooks of a fit."""
+
+    def __init__(self, hook: str, what: str) -> None:
+        super().__init__()
+        self.hook, self.what = hook, what
+
+    def make(self, hook: str) -> None:
+        if hook != self.hook:
+            return
+        if self.what == "in place":
+            self.net.compile(backend="eager")
+        elif self.what == "as a wrapper":
+            self.net = torch.compile(self.net, backend="eager")
+        else:
+            self.net[0] = torch.compile(self.net[0], backend="eager")
+
+    def setup(self, stage: str) -> None:
+        self.make("setup")
+
+    def on_train_start(self) -> None:
+        self.make("on_train_start")
+
+
+@pytest.mark.parametrize("hook", ["setup", "on_train_start"])
+@pytest.mark.parametrize("what", ["in place", "as a wrapper", "inside"])
+def test_what_is_compiled_too_late_for_copies_is_named(what: str, hook: str) -> None:
+    module, is_late = Late(hook, what), hook == "on_train_start" and what != "inside"
+    dtypes: set[torch.dtype] = set()
+    module.on_after_backward = lambda: dtypes.update(p.grad.dtype for p in module.parameters())  # type: ignore[method-assign]
+    words = r"'net' was compiled after set-up and gets no 16-bit copies"
+    with pytest.warns(UserWarning, match=words) if is_late else nullcontext():
+        fit(module, epochs=1)
+    assert dtypes == {torch.float32 if is_late else torch.bfloat16}

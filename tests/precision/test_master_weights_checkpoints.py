@@ -1,6 +1,5 @@
 """MasterWeightsPrecision and checkpoints: exact resuming, and from and into runs of other precisions."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import small_models
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
-from master_loops import KINDS, OPTIMIZERS, SCALE, master_weights, masters_of
+from master_loops import DTYPES, OPTIMIZERS, SCALE, master_weights, masters_of
 from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
@@ -47,11 +46,11 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("in_fit", [True, False], ids=["saved-in-fit", "saved-after-fit"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw_fused"])
-@pytest.mark.parametrize(("precision", "storage"), KINDS)
-def test_resuming_is_bit_exact(precision: str, storage: str, optimizer: str, in_fit: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", DTYPES)
+def test_resuming_is_bit_exact(precision: str, optimizer: str, in_fit: bool, tmp_path: Path) -> None:
     def ours() -> list[Any]:
         scaler = LossScaler(init_scale=SCALE, growth_interval=3) if precision == "16-true" else None
-        return [master_weights(precision, storage, scaler=scaler)]
+        return [master_weights(precision, scaler=scaler)]
 
     make = OPTIMIZERS[optimizer]
     straight = fit(ours(), Regression(make, overflows=(1,)), 2)
@@ -67,19 +66,6 @@ def test_resuming_is_bit_exact(precision: str, storage: str, optimizer: str, in_
     assert equal(everything(straight), everything(resumed))
     if precision == "16-true":
         assert resumed.precision_plugin.scaler.state_dict() == straight.precision_plugin.scaler.state_dict()
-
-
-class LoadsByItself(torch.optim.Adam):
-    """Its ``load_state_dict`` calls none of torch's hooks and casts as torch does (bitsandbytes 0.50)."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        saved = zip(self.param_groups, copy.deepcopy(state_dict["param_groups"]), strict=True)
-        self.param_groups = [{**loaded, "params": group["params"]} for group, loaded in saved]
-        self.state.clear()
-        for index, state in copy.deepcopy(state_dict["state"]).items():
-            p = parameters[index]
-            self.state[p] = {key: v if key == "step" else v.to(p.dtype) for key, v in state.items()}
 
 
 class WithoutInit(torch.optim.Optimizer):
@@ -105,20 +91,16 @@ class Unhooked(Regression):
         return self.make_optimizer(self.parameters())
 
 
-@pytest.mark.parametrize("make", [LoadsByItself, WithoutInit])
-@pytest.mark.parametrize(("precision", "storage"), KINDS)
-def test_resuming_an_optimizer_that_does_not_use_torchs_hooks_is_bit_exact(
-    make: Any, precision: str, storage: str, tmp_path: Path
-) -> None:
-    """Masters were dropped without a word, and the run continued from rounded weights."""
+@pytest.mark.parametrize("precision", DTYPES)
+def test_resuming_an_optimizer_that_has_none_of_torchs_hooks_is_bit_exact(precision: str, tmp_path: Path) -> None:
 
     def ours() -> list[Any]:
         scaler = LossScaler(init_scale=SCALE) if precision == "16-true" else None
-        return [master_weights(precision, storage, scaler=scaler)]
+        return [master_weights(precision, scaler=scaler)]
 
-    straight = fit(ours(), Unhooked(make), 2)
-    fit(ours(), Unhooked(make), 1).save_checkpoint(tmp_path / "x.ckpt")
-    resumed = fit(ours(), Unhooked(make), 2, ckpt_path=tmp_path / "x.ckpt")
+    straight = fit(ours(), Unhooked(WithoutInit), 2)
+    fit(ours(), Unhooked(WithoutInit), 1).save_checkpoint(tmp_path / "x.ckpt")
+    resumed = fit(ours(), Unhooked(WithoutInit), 2, ckpt_path=tmp_path / "x.ckpt")
     assert equal(masters_of(straight), masters_of(resumed))
     assert equal(everything(straight), everything(resumed))
 
@@ -149,15 +131,15 @@ class AverageOfMasters(SaveFirstEpoch):
     [lambda: EMAWeightAveraging(decay=0.999), lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.999))],
     ids=["one by one", "all at once"],
 )
-@pytest.mark.parametrize(("precision", "storage"), KINDS)
+@pytest.mark.parametrize("precision", DTYPES)
 def test_an_average_is_one_of_masters_and_outlasts_validations(
-    precision: str, storage: str, averaging: Any, make: Any, tmp_path: Path
+    precision: str, averaging: Any, make: Any, tmp_path: Path
 ) -> None:
     """16 bit would round away a thousandth of the distance, and did so at every validation."""
     by_hand = AverageOfMasters(tmp_path / "x.ckpt")
     callbacks = [averaging(), by_hand]
     trainer = quiet_trainer(
-        plugins=[master_weights(precision, storage)], max_epochs=1, val_check_interval=1, callbacks=callbacks
+        plugins=[master_weights(precision)], max_epochs=1, val_check_interval=1, callbacks=callbacks
     )
     trainer.fit(make(Validated()), loader(BATCHES), loader(BATCHES))
     saved = torch.load(tmp_path / "x.ckpt", weights_only=False)["state_dict"]
@@ -226,14 +208,14 @@ class SaveSecondEpoch(SaveFirstEpoch):
 
 @pytest.mark.parametrize("fp32_gradients", [False, True])
 @pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize(("precision", "storage"), KINDS)
+@pytest.mark.parametrize("precision", DTYPES)
 def test_parameters_trained_late_have_masters_from_then_on(
-    precision: str, storage: str, added: bool, fp32_gradients: bool, tmp_path: Path
+    precision: str, added: bool, fp32_gradients: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.ckpt"
 
     def ours() -> list[Any]:
-        return [master_weights(precision, storage=storage, fp32_gradients=fp32_gradients)]
+        return [master_weights(precision, fp32_gradients=fp32_gradients)]
 
     module = TrainedLate(added=added)
     first = fit(ours(), module, 3, callbacks=[SaveSecondEpoch(path)])

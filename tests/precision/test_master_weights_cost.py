@@ -2,7 +2,6 @@
 
 import gc
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -89,43 +88,6 @@ def test_bytes_per_parameter_are_those_of_the_table(row: str) -> None:
     during = {'``storage="fp32"``': 4}
     if row in during:
         assert measure.in_step / SIDE**2 == documented()[row][-1] + during[row]
-
-
-class PythonCalls(Callback):
-    """How many Python functions are called in the last step."""
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.calls = 0
-        sys.setprofile(self._count)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        sys.setprofile(None)
-
-    def _count(self, frame: Any, event: str, argument: Any) -> None:
-        self.calls += event == "call"
-
-
-def step_calls(module: pl.LightningModule, plugin: Any) -> int:
-    counting = PythonCalls()
-    try:
-        fit(module, [torch.ones(2, 4)] * 4, counting, plugin=plugin)
-    finally:
-        sys.setprofile(None)
-    return counting.calls
-
-
-def test_python_calls_per_weight_and_step() -> None:
-    """Lightning's own loop makes 13.5 of them; one backward of an autograd function is 3."""
-
-    def many(layers: int) -> Trained:
-        return Trained(
-            lambda module, batch: module.net(batch).square().mean(),
-            partial(torch.optim.AdamW, foreach=True),
-            net=lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))),
-        )
-
-    few, many = (step_calls(many(layers), MasterWeightsPrecision("bf16-true")) for layers in (10, 60))
-    assert (many - few) / 100 <= 22
 
 
 class CountGradientBytes(TorchDispatchMode):

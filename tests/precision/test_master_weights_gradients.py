@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from master_loops import DTYPES, LoopByHand, clipping, master_weights, masters_of, scale_of
+from master_loops import DTYPES, clipping, master_weights, masters_of
 from small_models import Regression, Trained, fit, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 
@@ -63,23 +63,6 @@ def test_gradients_below_fp16_arrive(optimizer: str, clip: tuple[str, float] | N
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=1e-11)
 
 
-def test_gradients_changed_by_a_hook_are_stepped_with() -> None:
-    class Double(Regression):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            for p in self.parameters():
-                p.grad.mul_(2.0)
-
-    batches = regression_batches(3)
-    for precision in DTYPES:
-        for make in (lambda p: torch.optim.SGD(p, lr=1e-2), lambda p: torch.optim.SGD(p, lr=1e-2, fused=True)):
-            doubled, reference = Double(make), Regression(lambda p: torch.optim.SGD(p, lr=2e-2))
-            trainers = [quiet_trainer(plugins=[master_weights(precision)]) for _ in range(2)]
-            trainers[0].fit(doubled, loader(batches))
-            trainers[1].fit(reference, loader(batches))
-            for ours, theirs in zip(masters_of(trainers[0]), masters_of(trainers[1]), strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize("fp32_gradients", [False, True])
 def test_a_step_around_the_parents_step_is_one_step(fp32_gradients: bool) -> None:
     """With fp32 gradients the optimizer changes the parameter's own gradient in place."""
@@ -120,89 +103,27 @@ def test_after_the_step_gradients_are_16_bit_again() -> None:
     assert set(seen) == {torch.bfloat16}
 
 
-class ManualClipping(Regression):
-    """Two optimizers in manual optimization: both are clipped before either steps."""
-
-    def __init__(self, algorithm: str, limit: float, **arguments: Any) -> None:
-        super().__init__(sgd, **arguments)
-        self.automatic_optimization = False
-        self.algorithm, self.limit = algorithm, limit
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        first, second = self.optimizers()
-        first.zero_grad()
-        second.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        for optimizer in (first, second):
-            self.clip_gradients(optimizer, gradient_clip_val=self.limit, gradient_clip_algorithm=self.algorithm)
-        first.step()
-        second.step()
-
-    def configure_optimizers(self) -> Any:
-        return sgd(self.net[0].parameters()), sgd(self.net[2].parameters())
-
-
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize(("algorithm", "limit"), [("norm", 0.1), ("value", 0.01)])
-def test_manual_optimization_clips_true_gradients(algorithm: str, limit: float, precision: str) -> None:
-    batches = regression_batches(4)
-    module = ManualClipping(algorithm, limit)
-    fit(module, batches, plugin=master_weights(precision))
-
-    class TwoOptimizers(Regression):
-        def configure_optimizers(self) -> Any:
-            return sgd(self.parameters())
-
-    reference = TwoOptimizers(sgd)
-    loop = LoopByHand(reference, DTYPES[precision])
-    parameters = list(reference.parameters())
-    for index, batch in enumerate(batches):
-        loop.cast()
-        loop.backward(loop.forward(reference.training_step, batch, index) * scale_of(precision))
-        loop.take_gradients(scale_of(precision))
-        for pair in (parameters[:2], parameters[2:]):
-            limit_ = nn.utils.clip_grad_norm_ if algorithm == "norm" else nn.utils.clip_grad_value_
-            limit_(pair, limit)
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.sub_(1e-2 * parameter.grad)
-        loop.clear()
-    for ours, theirs in zip(module.parameters(), parameters, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-
-
 def test_a_backward_after_clipping_finds_16_bit_gradients() -> None:
     """Clipped without a step: another backward adds to what was clipped, and DDP finds gradients of its own dtype."""
 
-    class ClipsTwice(ManualClipping):
+    class ClipsTwice(Regression):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return sgd(self.net[0].parameters()), sgd(self.net[2].parameters())
+
         def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
             first, _ = self.optimizers()
             for _ in range(2):
-                self.manual_backward(Regression.training_step(self, batch, batch_idx))
+                self.manual_backward(super().training_step(batch, batch_idx))
                 self.after_backward = {p.grad.dtype for p in self.parameters()}
                 self.clip_gradients(first, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
                 self.norm = torch.stack([p.grad.float().norm() for p in self.net[0].parameters()]).norm().item()
 
-    module = ClipsTwice("norm", 0.1)
+    module = ClipsTwice()
     fit(module, regression_batches(1), plugin=master_weights())
     assert module.after_backward == {torch.bfloat16}
     assert module.norm == pytest.approx(0.1, rel=1e-3)
-
-
-def test_a_module_that_calls_the_closure_itself_trains() -> None:
-    """D48."""
-
-    class OwnStep(Regression):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            optimizer_closure()
-            optimizer.step()
-
-    batches = regression_batches(4)
-    ends = []
-    for module in (OwnStep(), Regression()):
-        trainer = fit(module, batches, plugin=master_weights("16-true"))
-        ends.append(masters_of(trainer))
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -230,9 +151,3 @@ def test_fp32_gradients_accumulate_what_16_bit_loses(precision: str) -> None:
         ends[fp32_gradients] = masters_of(trainer)[0].item() * -16
     assert ends[True] == 1 + 15 * small
     assert ends[False] == 1.0
-
-
-def test_fp32_gradients_end_with_the_fit() -> None:
-    module = Regression()
-    fit(module, regression_batches(1), plugin=master_weights(fp32_gradients=True))
-    assert {p.grad_dtype for p in module.parameters()} == {torch.float32}

@@ -12,52 +12,30 @@ import torch.distributed as dist
 from cpu_fsdp import CpuFsdp
 from gloo import RankError
 from gloo import run_same_ranks as run_ranks
-from master_loops import DTYPES, OPTIMIZERS, LoopByHand, master_weights, scale_of
-from master_ranks import BATCHES, GatheredInFp32, Ranked, Sharded, Split, ddp, full, model_parallel
+from lion_pytorch import Lion
+from master_loops import OPTIMIZERS, clip_by_hand, counted_casts, joint, master_weights
+from master_ranks import (
+    BATCHES,
+    STEPS,
+    GatheredInFp32,
+    Ranked,
+    Sharded,
+    Split,
+    ddp,
+    full,
+    model_parallel,
+    two_ranks_by_hand,
+)
+from schedulefree import AdamWScheduleFree
 from small_models import fit, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import SGD, AdamW
 
 from lightning_mp import AutocastPrecision, FSDP2Strategy
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-
-STEPS = 6
-
-
-def two_ranks_by_hand(
-    make: Callable[[], Ranked], precision: str = "bf16-true", *, window: int = 1, in_fp32: bool = False
-) -> list[Tensor]:
-    """Two copies in one process; DDP averages gradients in 16 bit, FSDP in fp32."""
-    scale, modules = scale_of(precision), [make() for _ in range(2)]
-    loops = [LoopByHand(module, DTYPES[precision]) for module in modules]
-    optimizers = [module.configure_optimizers() for module in modules]
-    for index in range(STEPS):
-        for rank, (loop, module) in enumerate(zip(loops, modules, strict=True)):
-            if index % window == 0:
-                loop.cast()
-            loss = loop.forward(module.training_step, BATCHES[rank][index], index)
-            loop.backward(loss / window * scale)
-        if (index + 1) % window:
-            continue
-        for loop in loops:
-            _take(loop)
-        for first, second in zip(*(module.parameters() for module in modules), strict=True):
-            if first.grad is not None:
-                assert second.grad is not None
-                wide = torch.float32 if in_fp32 else first.grad.dtype
-                mean = (first.grad.to(wide) / 2 + second.grad.to(wide) / 2).float() / scale
-                first.grad, second.grad = mean, mean.clone()
-        for optimizer, loop in zip(optimizers, loops, strict=True):
-            optimizer.step()
-            loop.clear()
-    return full(modules[0])
-
-
-def _take(loop: LoopByHand) -> None:
-    for parameter, leaf in loop.leaves.items():
-        parameter.grad = leaf.grad
 
 
 def check_ranks(train: Callable[[int], list[Tensor]], expected: list[Tensor], *, atol: float = 0.0) -> None:
@@ -85,12 +63,11 @@ def check_ddp(kind: dict[str, Any], precision: str = "bf16-true", *, window: int
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
-        ({}, "bf16-true"),
         ({}, "16-true"),
         ({"gradient_as_bucket_view": True}, "bf16-true"),
         ({"find_unused_parameters": True}, "bf16-true"),
     ],
-    ids=["plain", "fp16", "bucket views", "unused parameters"],
+    ids=["fp16", "bucket views", "unused parameters"],
 )
 @pytest.mark.parametrize("window", [1, 3])
 def test_ddp_equals_one_process(kind: dict[str, Any], precision: str, window: int) -> None:
@@ -217,23 +194,21 @@ def test_a_collective_that_writes_to_weights_counts() -> None:
 # -- sharded parameters ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Ranked, Sharded, GatheredInFp32], ids=["FSDP2Strategy", "fully_shard", "in fp32"])
+class Whole(Ranked):
+    trains_its_own = False  # no forward of FSDP would gather it
+
+
+@pytest.mark.parametrize("kind", [Sharded, GatheredInFp32], ids=["fully_shard", "in fp32"])
 def test_fsdp2_equals_one_process(kind: type[Ranked]) -> None:
     """The fp32 shards are the masters; nothing is lent."""
 
     def train(rank: int) -> list[Tensor]:
         module = kind()
-        strategy = (
-            FSDP2Strategy(shard=["net.*", "more"], process_group_backend="gloo")
-            if kind is Ranked
-            else model_parallel(kind)
-        )
-        fit(module, BATCHES[rank], devices=2, strategy=strategy, plugin=master_weights())
+        fit(module, BATCHES[rank], devices=2, strategy=model_parallel(kind), plugin=master_weights())
         assert {p.dtype for p in module.parameters()} == {torch.float32}
         return full(module)
 
-    expected = type("Expected", (Ranked,), {"trains_its_own": kind.trains_its_own})
-    check_ranks(train, two_ranks_by_hand(expected, in_fp32=True))
+    check_ranks(train, two_ranks_by_hand(Whole))
 
 
 @pytest.mark.quick_cases(1)
@@ -292,3 +267,53 @@ def test_under_fsdp1_the_shards_are_the_masters(precision: str) -> None:
 
     fp32 = run_ranks(lambda rank: train(rank, None), 2)[0]
     check_ranks(lambda rank: train(rank, master_weights(precision)), fp32, atol=5e-3)
+
+
+# -- optimizers x strategies x windows x clipped and skipped steps -----------------------------------------------------
+
+MAKE: dict[str, Any] = {
+    "joint": joint,
+    "adamw": lambda p: AdamW(p, 1e-2, foreach=True),
+    "adamw_fused": lambda p: AdamW(p, 1e-3, fused=True),
+    "sgd_momentum": lambda p: SGD(p, 0.05, momentum=0.9),
+    "lion": lambda p: Lion(p, 1e-3),
+    "schedule_free": lambda p: AdamWScheduleFree(p, 1e-3),
+}
+
+
+def by_norm(parameters: list[Any], optimizer: Any) -> None:
+    clip_by_hand(parameters, 0.1, fused=bool(optimizer.defaults.get("fused")))
+
+
+def by_value(parameters: list[Any], optimizer: Any) -> None:
+    nn.utils.clip_grad_value_(parameters, 0.01)
+
+
+@pytest.mark.quick_cases(4)
+@pytest.mark.parametrize("how", ["plain", "clipped", "skipped"])
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("optimizer", MAKE)
+def test_every_optimizer_on_ranks_equals_a_loop_by_hand(optimizer: str, strategy: str, window: int, how: str) -> None:
+    """Clipped by norm under DDP, and by value under FSDP2, where a norm is a sum over shards in another order."""
+    lends = strategy == "ddp"
+    make = partial(Ranked if lends else Whole, MAKE[optimizer])
+    algorithm, limit, value = ("norm", by_norm, 0.1) if lends else ("value", by_value, 0.01)
+    clipping = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm} if how == "clipped" else {}
+    overflows = (2,) if how == "skipped" else ()
+
+    def train(rank: int) -> tuple[list[Tensor], list[Tensor], set[int]]:
+        module = make()
+        module.overflows = set(overflows) if rank == 1 else set()
+        start = full(module)
+        shards = FSDP2Strategy(shard=["net.*", "more"], process_group_backend="gloo")
+        settings = {"strategy": ddp() if lends else shards, "accumulate_grad_batches": window, **clipping}
+        with counted_casts() as casts:
+            fit(module, BATCHES[rank], devices=2, plugin=master_weights(weight_by=None), **settings)
+        return full(module), start, set(casts.values())
+
+    expected = two_ranks_by_hand(make, window=window, limit=limit if clipping else None, overflows=overflows)
+    for ours, start, casts in run_ranks(train, 2):
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+        assert not all(torch.equal(a, b) for a, b in zip(ours, start, strict=True))
+        assert casts == ({STEPS // window + 1} if lends else set())  # one more when DDP is made

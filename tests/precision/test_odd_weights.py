@@ -1,4 +1,4 @@
-"""Weights that are no plain fp32 tensors: complex, float64, computed from others."""
+"""Weights that are no plain fp32 tensors: complex, float64, pruned."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,10 +8,9 @@ import lightning.pytorch as pl
 import pytest
 import small_models
 import torch
-import torch.nn.utils.prune
 from small_models import Trained, regression_batches
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import prune
 
 from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision, OverflowMonitor
 
@@ -93,56 +92,14 @@ def test_float64_parameters_are_stepped_in_float64(plugin: str, settings: dict[s
     assert (1 - module.scale).mean().item() == pytest.approx(4e-3, rel=0.1)
 
 
-class Masked(nn.Module):
-    """A parametrization of one's own with a table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(16, 16).tril())
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * self.mask
-
-
-def masked(layer: nn.Linear) -> nn.Linear:
-    return parametrize.register_parametrization(layer, "weight", Masked())
-
-
-COMPUTED: dict[str, Callable[[nn.Linear], nn.Module]] = {
-    "spectral_norm": parametrizations.spectral_norm,
-    "old_spectral_norm": nn.utils.spectral_norm,
-    "weight_norm": parametrizations.weight_norm,
-    "orthogonal": parametrizations.orthogonal,
-    "pruned": lambda layer: torch.nn.utils.prune.l1_unstructured(layer, "weight", 0.3),
-    "masked": masked,
-}
-
-
-def computed_weights(compute: Callable[[nn.Linear], nn.Module]) -> Trained:
-    return Trained(
-        lambda m, batch: m.second(m.first(batch[0]) + m.table.to(batch[0].dtype)).float().square().mean(),
+def test_pruned_layers_are_left_out_of_fp8_with_the_reason() -> None:
+    module = Trained(
+        lambda m, batch: m.second(m.first(batch[0])).float().square().mean(),
         partial(torch.optim.SGD, lr=1e-2),
-        first=lambda: compute(nn.Linear(16, 16)),
-        table=lambda: nn.Buffer(torch.ones(16)),
+        first=lambda: prune.l1_unstructured(nn.Linear(16, 16), "weight", 0.3),
         second=lambda: nn.Linear(16, 16),
     )
-
-
-@pytest.mark.parametrize("compute", COMPUTED)
-@pytest.mark.parametrize("plugin", PLUGINS)
-def test_weights_that_are_computed_from_others_train(plugin: str, compute: str) -> None:
-    """Close to fp32, as under Lightning's bf16-true; other buffers stay fp32."""
-    exact, module = computed_weights(COMPUTED[compute]), computed_weights(COMPUTED[compute])
-    fit(None, exact)
-    trainer = fit(PLUGINS[plugin](), module)
-    assert trainer.global_step == 4
-    assert module.table.dtype == torch.float32
-    for ours, theirs in zip(module.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(ours.float(), theirs, rtol=0, atol=2e-2)
-
-
-def test_pruned_layers_are_left_out_of_fp8_with_the_reason() -> None:
     plugin = PLUGINS["fp8"]()
-    fit(plugin, computed_weights(COMPUTED["pruned"]))
+    fit(plugin, module)
     reasons = {layer.name: layer.skipped_because for layer in plugin.layers}
     assert reasons == {"first": "its weight is computed from other parameters (pruning, spectral_norm)", "second": None}

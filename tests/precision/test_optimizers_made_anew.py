@@ -1,7 +1,6 @@
 """Optimizers that are made anew inside of a fit, as in staged training: they go on as if they had been there before."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +9,7 @@ import torch
 from gloo import run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from master_loops import KINDS, OPTIMIZERS, master_weights, masters_of
+from master_loops import DTYPES, OPTIMIZERS, master_weights, masters_of
 from small_models import Regression, StepsByHand, fit, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor
 
@@ -46,41 +45,13 @@ SMALL: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("kind", [Anew, Manual])
 @pytest.mark.parametrize("optimizer", SMALL)
-@pytest.mark.parametrize(("precision", "storage"), KINDS)
-def test_masters_go_on(precision: str, storage: str, optimizer: str, kind: type[Anew]) -> None:
+@pytest.mark.parametrize("precision", DTYPES)
+def test_masters_go_on(precision: str, optimizer: str, kind: type[Anew]) -> None:
     ends = []
     for module in (kind(SMALL[optimizer]), Kept(SMALL[optimizer])):
-        trainer = fit(module, BATCHES, plugin=master_weights(precision, storage), max_epochs=3)
+        trainer = fit(module, BATCHES, plugin=master_weights(precision), max_epochs=3)
         ends.append([*masters_of(trainer), *weights(module)])
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
-
-
-@pytest.mark.parametrize("storage", ["fp32"])
-def test_new_optimizers_have_fp32_state_and_let_the_old_ones_go(storage: str) -> None:
-    former: list[Any] = []
-
-    class Remembers(Anew):
-        def on_train_epoch_start(self) -> None:
-            former.append(self.trainer.optimizers[0])
-            super().on_train_epoch_start()
-
-    trainer = fit(Remembers(OPTIMIZERS["adamw_foreach"]), BATCHES, plugin=master_weights(storage=storage), max_epochs=2)
-    assert {s["exp_avg"].dtype for s in trainer.optimizers[0].state.values()} == {torch.float32}
-    assert trainer.optimizers[0] is not former[0]
-
-
-@pytest.mark.parametrize("storage", ["fp32"])
-def test_a_checkpoint_before_their_first_step_has_the_masters(storage: str, tmp_path: Path) -> None:
-    class AtEnd(Kept):
-        def on_train_epoch_end(self) -> None:
-            if self.current_epoch == 0:
-                self.trainer.strategy.setup_optimizers(self.trainer)
-                self.trainer.save_checkpoint(tmp_path / "x.ckpt")
-
-    straight = fit(AtEnd(SMALL["loop"]), BATCHES, plugin=master_weights(storage=storage), max_epochs=2)
-    resumed = quiet_trainer(plugins=[master_weights(storage=storage)], max_epochs=2)
-    resumed.fit(Kept(SMALL["loop"]), loader(BATCHES), ckpt_path=tmp_path / "x.ckpt")
-    assert all(torch.equal(a, b) for a, b in zip(masters_of(straight), masters_of(resumed), strict=True))
 
 
 def test_ranks_stay_together() -> None:

@@ -1,4 +1,4 @@
-"""What a user's module holds or is given besides weights: metrics, decompositions, ids in a batch."""
+"""What a user's module holds besides common weights: metrics, a 16-bit base, pruned and lazy parameters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,11 +11,12 @@ import torchmetrics
 from cpu_fsdp import CpuFsdp
 from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from master_loops import DTYPES, master_weights, masters_of
 from small_models import WIDTH, Regression, fit, loader, quiet_trainer, regression_batches, sgd
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_map
 
 from lightning_mp import AutocastPrecision, MasterWeightsPrecision, PrecisionPolicy
@@ -134,34 +135,6 @@ def test_metrics_on_two_ranks_are_those_of_fp32(strategy: str) -> None:
         assert dtype == torch.float64
 
 
-def test_metrics_after_an_evaluation_and_after_a_resume(tmp_path: Any) -> None:
-    module = Measured()
-    trainer = quiet_trainer(plugins=[MASTERS["bf16-true"]()], num_sanity_val_steps=0)
-    trainer.validate(module, loader(regression_batches(1)), verbose=False)
-    assert {
-        value.dtype
-        for metric in module.metrics()
-        for value in metric.metric_state.values()
-        if isinstance(value, Tensor)
-    } == {
-        torch.float32,
-        torch.float64,
-        torch.int64,
-    }
-    for metric in module.metrics():
-        metric.reset()
-    trainer.fit(module, loader(regression_batches(2)), loader(regression_batches(1)))
-    trainer.save_checkpoint(tmp_path / "a.ckpt")
-    saved = torch.load(tmp_path / "a.ckpt")["state_dict"]
-    assert saved["mean.mean_value"].dtype == torch.float32
-    resumed = Measured()
-    quiet_trainer(plugins=[MASTERS["bf16-true"]()], num_sanity_val_steps=0, max_epochs=2).fit(
-        resumed, loader(regression_batches(2)), loader(regression_batches(1)), ckpt_path=tmp_path / "a.ckpt"
-    )
-    assert float(resumed.mean.weight) == 6 * VALUES
-    assert float(resumed.mean.compute()) == pytest.approx(1.25, rel=1e-5)
-
-
 # -- evaluation in fp32 ------------------------------------------------------------------------------------------------
 
 
@@ -223,51 +196,6 @@ def warned(text: str | None) -> Iterator[None]:
 
 # -- decompositions ----------------------------------------------------------------------------------------------------
 
-MAPS = ["matrix_exp", "cayley", "householder"]
-
-
-class Orthogonal(Regression):
-    def __init__(self, orthogonal_map: str, rows: int) -> None:
-        super().__init__(sgd)
-        self.layer = parametrizations.orthogonal(nn.Linear(WIDTH, rows), orthogonal_map=orthogonal_map)
-        self.back = nn.Linear(rows, WIDTH)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step([self.back(self.layer(batch[0])), batch[1]], batch_idx)
-
-
-@pytest.mark.parametrize("rows", [4, 8, 12])
-@pytest.mark.parametrize("orthogonal_map", MAPS)
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_orthogonal_weights_are_computed_in_fp32(orthogonal_map: str, rows: int, precision: Any) -> None:
-    module = Orthogonal(orthogonal_map, rows)
-    plugin = MasterWeightsPrecision(precision)
-    before = module.layer.weight.detach().clone()
-    fit(module, regression_batches(3), plugin=plugin)
-    weight = module.layer.weight.detach()
-    gram = weight @ weight.T if rows < WIDTH else weight.T @ weight
-    assert weight.dtype == torch.float32
-    assert not torch.equal(weight, before)
-    torch.testing.assert_close(gram, torch.eye(len(gram)), rtol=0, atol=1e-5)
-
-
-class Inverse(nn.Module):
-    """A parametrization of a user's own, over a bias."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.linalg.inv(torch.diag(x) + 3 * torch.eye(len(x))).diagonal()
-
-
-class Inverted(Regression):
-    def __init__(self) -> None:
-        super().__init__(sgd)
-        parametrize.register_parametrization(self.net[0], "bias", Inverse())
-
-
-def test_a_parametrization_of_ones_own_is_computed_in_fp32() -> None:
-    """torch has no inverse in 16 bit."""
-    fit(Inverted(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true"))
-
 
 class Mixing(Regression):
     class Layer(nn.Linear):
@@ -288,14 +216,48 @@ def test_two_dtypes_in_an_operation_get_a_hint_with_the_cure(kind: type[Regressi
     fit(kind(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true", policy={"net.0": "fp32"}))
 
 
-def test_a_batch_and_new_tensors_are_as_they_are() -> None:
-    seen = []
+# -- pruned weights, and weights without a shape -----------------------------------------------------------------------
 
-    class Given(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            seen.append((batch[0].dtype, torch.zeros(1).dtype))
-            return super().training_step(batch, batch_idx)
 
-    for policy in ("default", None):
-        fit(Given(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true", policy=policy))
-    assert seen == [(torch.float32, torch.float32)] * 2
+@pytest.mark.parametrize("rewinds", [True, False])
+def test_pruning_trains(rewinds: bool) -> None:
+    module = Regression()
+    pruning = ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=rewinds)
+    fit(module, regression_batches(2), pruning, plugin=MasterWeightsPrecision("bf16-true"), max_epochs=2)
+    zeros = sum(int((p == 0).sum()) for p in module.parameters())
+    # Half in the first epoch, half of the rest in the second.
+    assert zeros >= 0.7 * sum(p.numel() for p in module.parameters())
+
+
+class Lazy(Regression):
+    def __init__(self, *, in_setup: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(16), nn.GELU(), nn.LazyLinear(1))
+        self.in_setup = in_setup
+
+    def setup(self, stage: str) -> None:
+        if self.in_setup:
+            torch.manual_seed(0)
+            with torch.no_grad():
+                self.net(torch.zeros(1, 8))
+
+
+class ValidatedLazy(Lazy):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen = self.net(batch[0]).dtype
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_parameters_without_a_shape_train_once_they_have_one(precision: str) -> None:
+    ends = []
+    for module in (Lazy(in_setup=True), Regression()):
+        trainer = fit(module, regression_batches(4), plugin=master_weights(precision))
+        ends.append(masters_of(trainer))
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_parameters_without_a_shape_can_be_evaluated(precision: Any) -> None:
+    module = ValidatedLazy()
+    quiet_trainer(plugins=[master_weights(precision)]).validate(module, loader(regression_batches(1)), verbose=False)
+    assert module.seen == DTYPES[precision]

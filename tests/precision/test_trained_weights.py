@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import regression_batches, weights
 from torch import Tensor, nn
 
-from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
+from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "16-mixed": lambda: AutocastPrecision("16-mixed"),
@@ -100,10 +100,6 @@ def test_nothing_stays_on_the_optimizer() -> None:
     optimizer = trainer.optimizers[0]
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_load_state_dict_pre_hooks
-
-
-def test_tf32_checks_too() -> None:
-    assert issubclass(TF32Precision, type(PLUGINS["16-mixed"]()).__mro__[1])
 
 
 class TrainsAnother(Adapted):

@@ -1,6 +1,7 @@
 """Exact resume beside settings of Lightning: loaders made anew, windows of the Trainer, finders of sizes and rates."""
 
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from gloo import run_same_ranks as run_ranks
-from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, fit, quiet_trainer, regression_batches, sgd, weights
 from torch.utils.data import DataLoader
 
@@ -161,6 +169,79 @@ def test_a_window_is_resumed_exactly_or_its_gradient_is_told_to_be_lost(
     is_equal = all(map(torch.equal, weights(resumed), weights(straight)))
     assert is_equal or told or windows == "Lightning's callback"  # which is inactive after a resume (D32)
     assert told == (batches % 3 != 0 and batches != 8 and windows != "ours, kept")
+
+
+@pytest.mark.parametrize("windows", ["Trainer", "ours", "ours, kept"])
+def test_a_lost_gradient_is_an_error_where_errors_are_asked_for(windows: str, tmp_path: Path) -> None:
+    def train(batches: int, *callbacks: Any) -> None:
+        own = {} if windows == "Trainer" else {"save_partial_gradients": windows == "ours, kept"}
+        scheduler = [AccumulationScheduler({0: 3}, **own)] if own else []
+        every = 3 if windows == "Trainer" else 1
+        resume, save = ExactResume(on_unsupported="error"), SaveAfter(tmp_path / "window.ckpt", batches)
+        settings = {"accumulate_grad_batches": every, "enable_checkpointing": bool(callbacks)}
+        fit(Regression(sgd), regression_batches(8), resume, *scheduler, save, *callbacks, **settings)
+
+    train(3)
+    if windows == "ours, kept":
+        train(2)
+        return
+    words = r"ExactResume\(on_unsupported='error'\): This checkpoint is written inside an accumulation window, .* 2 of"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This checkpoint is written inside")  # the scheduler's own
+        with pytest.raises(MisconfigurationException, match=words):
+            train(2)
+
+    class Fails(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                raise ZeroDivisionError
+
+    # The exception of the run is the one that is raised.
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError):
+            train(8, Fails(), OnExceptionCheckpoint(tmp_path))
+    assert any("inside an accumulation window" in str(warning.message) for warning in caught)
+    assert list(tmp_path.glob("on_exception*.ckpt"))
+
+
+DUE: dict[str, dict[str, Any]] = {
+    "after a step": {"every_n_train_steps": 1},
+    "after a time": {"train_time_interval": timedelta(seconds=0)},
+    "after a validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+}
+
+
+@pytest.mark.parametrize("due", DUE)
+@pytest.mark.parametrize("windows", ["Trainer", "ours"])
+def test_checkpoints_wait_for_the_end_of_a_window(windows: str, due: str, tmp_path: Path) -> None:
+    """Also the first one after a resume, which Lightning writes with the first micro-batch."""
+
+    class Validated(Regression):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            """Makes checkpoints due."""
+
+    folder = tmp_path / "saved"
+
+    def train(ckpt_path: Any = None) -> tuple[pl.LightningModule, list[int]]:
+        module, data = Validated(sgd), regression_batches(12)
+        save = ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **DUE[due])
+        own = [AccumulationScheduler({0: 3})] if windows == "ours" else []
+        settings = {"accumulate_grad_batches": 1 if own else 3, "val_check_interval": 2, "num_sanity_val_steps": 0}
+        settings |= {"validation": data[:1], "enable_checkpointing": True, "ckpt_path": ckpt_path}
+        fit(module, data, ExactResume(on_unsupported="error"), *own, save, **settings)
+        saved = [torch.load(file, weights_only=False)["loops"]["fit_loop"] for file in sorted(folder.glob("*.ckpt"))]
+        return module, [loop["epoch_loop.batch_progress"]["current"]["ready"] for loop in saved]
+
+    straight, batches = train()
+    resumed_from = min(folder.glob("*.ckpt")).rename(tmp_path / "first.ckpt")
+    for file in folder.glob("*.ckpt"):
+        file.unlink()
+    resumed, batches_after = train(resumed_from)
+    assert len(batches) > 1
+    assert batches_after
+    assert [number % 3 for number in batches + batches_after] == [0] * len(batches + batches_after)
+    assert all(map(torch.equal, weights(resumed), weights(straight)))
 
 
 # -- finders -----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from small_models import (
 )
 from torch import nn
 
-from lightning_mp import AtomicCheckpoints, MasterWeightsPrecision, OverflowMonitor
+from lightning_mp import AtomicCheckpoints, OverflowMonitor
 from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.checkpoints.atomic import marker_path, previous_path
 from lightning_mp.checkpoints.consolidate import consolidate_checkpoint
@@ -156,60 +156,6 @@ def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
     run_ranks(run, 2)
 
 
-class PlainSGD(Regression):
-    def __init__(self) -> None:
-        super().__init__(sgd)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sharded", [True, False], ids=["shards", "one-file"])
-def test_an_optimizer_without_state_goes_on(sharded: bool, tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        for steps, path in ((2, None), (4, tmp_path / "a.ckpt")):
-            module = PlainSGD()
-            strategy = fsdp2("net.0", save_distributed_checkpoint=sharded)
-            trainer = quiet_trainer(devices=2, strategy=strategy, max_steps=steps, max_epochs=-1)
-            trainer.fit(module, ResumableLoader(regression_batches(4)), ckpt_path=path)
-            trainer.save_checkpoint(tmp_path / "a.ckpt")
-        return full_weights(module)
-
-    alone = PlainSGD()
-    quiet_trainer().fit(alone, loader(regression_batches(4)))
-    for weights in run_ranks(run, 2):
-        for name, value in full_weights(alone).items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("storage", ["remainder", "24bit", "fp32"])
-def test_masters_go_on(storage: Any, tmp_path: Path) -> None:
-    """bf16 weights and their fp32 masters: the same weights as without a stop, to the last bit."""
-
-    def run(legs: tuple[int, ...], sharded: bool) -> Any:
-        path = None
-        for steps in legs:
-            module = Regression()
-            trainer = quiet_trainer(
-                devices=2,
-                strategy=fsdp2("net.0", save_distributed_checkpoint=sharded),
-                plugins=[MasterWeightsPrecision("bf16-true", storage=storage)],
-                max_steps=steps,
-                max_epochs=-1,
-            )
-            trainer.fit(module, ResumableLoader(regression_batches(6)), ckpt_path=path)
-            path = tmp_path / f"{legs} {sharded} {steps}.ckpt"
-            trainer.save_checkpoint(path)
-        return full_weights(module)
-
-    def runs(rank: int) -> Any:
-        return run((6,), True), {sharded: run((3, 6), sharded) for sharded in (True, False)}
-
-    for straight, resumed in run_ranks(runs, 2):
-        for sharded, weights in resumed.items():
-            for name, value in straight.items():
-                assert torch.equal(weights[name], value), (sharded, name)
-
-
 @pytest.mark.full
 def test_what_a_broken_write_leaves_is_the_checkpoint_from_before(tmp_path: Path) -> None:
     class Breaks(FSDP2Strategy):
@@ -243,17 +189,6 @@ def test_what_a_broken_write_leaves_is_the_checkpoint_from_before(tmp_path: Path
 
 
 @pytest.mark.full
-def test_model_checkpoint_keeps_the_last_ones(tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max")
-        train(rank, 2, fsdp2(), steps=4, callbacks=[keep], enable_checkpointing=True)
-        dist.barrier()
-        return sorted(entry.name for entry in tmp_path.iterdir())
-
-    assert run_ranks(run, 2) == [["step=3.ckpt", "step=4.ckpt"]] * 2
-
-
-@pytest.mark.full
 def test_weights_are_validated_without_an_optimizer_from_what_an_ended_run_left(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
 
@@ -267,24 +202,6 @@ def test_weights_are_validated_without_an_optimizer_from_what_an_ended_run_left(
         trainer = quiet_trainer(devices=2, strategy=fsdp2(), plugins=[fp16()], callbacks=[OverflowMonitor()])
         trainer.validate(module, loader(batches(1)), ckpt_path=path, verbose=False)
         return all(torch.equal(value, trained[name]) for name, value in full_weights(module).items())
-
-    assert run_ranks(run, 2) == [True, True]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", KINDS)
-def test_validated_weights_are_those_of_the_checkpoint_afterwards(kind: str, tmp_path: Path) -> None:
-    """The plugin holds them in 16 bit meanwhile; neither the rounding nor earlier weights may stay."""
-    strategy = partial(fsdp2, save_distributed_checkpoint=kind == "shards")
-
-    def run(rank: int) -> Any:
-        saved = train(rank, 2, strategy(), steps=2, save_to=tmp_path / "a.ckpt")["weights"]
-        module = model()
-        plugins, callbacks = [MasterWeightsPrecision("bf16-true")], [OverflowMonitor()]
-        trainer = quiet_trainer(devices=2, strategy=strategy(), plugins=plugins, callbacks=callbacks)
-        for _ in range(2):
-            trainer.validate(module, loader(batches(1)), ckpt_path=tmp_path / "a.ckpt", verbose=False)
-        return all(torch.equal(value, saved[name]) for name, value in full_weights(module).items())
 
     assert run_ranks(run, 2) == [True, True]
 

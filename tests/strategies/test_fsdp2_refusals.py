@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from fsdp2_runs import Recorded, ResumableLoader, batches, fp16, fsdp2, model
+from fsdp2_runs import Recorded, batches, fsdp2, model
 from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -125,27 +125,6 @@ def test_other_weights_are_refused_or_left_as_the_module_says(sharded: bool, tmp
             with pytest.raises(RuntimeError, match=rf"{says} key.*more\.weight"):
                 validate(make(), tmp_path / name, strict=True)
             validate(make(), tmp_path / name, strict=False)
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.full
-def test_an_optimizer_over_fewer_parameters_is_refused(tmp_path: Path) -> None:
-    class First(Recorded):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.model.token_embedding.parameters(), lr=1e-3)
-
-    def run(rank: int) -> None:
-        rows, val = ResumableLoader(batches(2, rank, 2)), loader(batches(1))
-        strategy = fsdp2(save_distributed_checkpoint=False)
-        trainer = quiet_trainer(devices=2, strategy=strategy, plugins=[fp16()], max_steps=1)
-        trainer.fit(model(), rows, val)
-        trainer.save_checkpoint(tmp_path / "x.ckpt")
-        first = First(layers=2, heads=2, width=16, block_tokens=8, vocab=32, warmup_steps=1)
-        with pytest.raises(ValueError, match=r"groups of \[10, 5\] parameters, and configure_optimizers made .*\[1\]"):
-            quiet_trainer(devices=2, strategy=fsdp2(), plugins=[fp16()], max_steps=2).fit(
-                first, rows, val, ckpt_path=tmp_path / "x.ckpt"
-            )
 
     run_ranks(run, 2)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_runs import Blocks, PostNorm, assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
+from fsdp2_runs import assert_same, assert_same_on_ranks, fp16, fsdp2, full_weights, model, train
 from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.cli import LightningCLI
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision
-from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_mp.language_model.gpt import Block
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy
 
@@ -142,38 +141,27 @@ class Watched(Regression):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("policy", [None, {"class:Seen": "low"}], ids=["bare", "policy"])
-def test_only_what_autocast_casts_is_gathered_in_16_bit(policy: Any) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "scale", "product"),
+    [
+        ({}, torch.float32, torch.bfloat16),
+        ({"policy": {"class:Seen": "low"}}, torch.bfloat16, torch.bfloat16),
+        ({"eval_precision": "32-true"}, torch.float32, torch.float32),  # evaluation is not fed rounded weights
+    ],
+    ids=["bare", "policy", "evaluated in fp32"],
+)
+def test_only_what_autocast_casts_is_gathered_in_16_bit(arguments: Any, scale: Any, product: Any) -> None:
     """D18, D49: a norm's weight, a module's own parameter and buffers are not rounded on the way."""
 
     def run(rank: int) -> Any:
-        module = Watched()
-        plugin = AutocastPrecision("bf16-mixed", policy=policy)
+        module, plugin = Watched(), AutocastPrecision("bf16-mixed", **arguments)
         fit(module, regression_batches(2), devices=2, strategy=fsdp2("Seen"), plugin=plugin)
-        seen = module.net[0].seen
-        return seen, {p.dtype for p in module.parameters()}, [p.grad.dtype for p in module.parameters()]
+        return module.net[0].seen, {p.dtype for p in module.parameters()}
 
-    seen, dtypes, _ = run_ranks(run, 2)[0]
-    low = torch.bfloat16
-    assert seen == {
-        "scale": low if policy else torch.float32,
-        "table": torch.float32,
-        "x": torch.float32,
-        "norm": torch.float32,
-        "product": low,
-    }
+    seen, dtypes = run_ranks(run, 2)[0]
+    kept = dict.fromkeys(["table", "x", "norm"], torch.float32)
+    assert seen == {"scale": scale, "product": product} | kept
     assert dtypes == {torch.float32}
-
-
-@pytest.mark.full
-def test_evaluation_in_fp32_is_not_fed_rounded_weights() -> None:
-    def run(rank: int) -> Any:
-        module = Watched()
-        plugin = AutocastPrecision("bf16-mixed", eval_precision="32-true")
-        fit(module, regression_batches(2), devices=2, strategy=fsdp2("Seen"), plugin=plugin)
-        return module.net[0].seen["product"]
-
-    assert run_ranks(run, 2) == [torch.float32] * 2
 
 
 # -- set-up ------------------------------------------------------------------------------------------------------------
@@ -232,25 +220,6 @@ def test_ranks_start_from_the_weights_of_rank_zero() -> None:
 # -- with others -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_activation_checkpointing_goes_inside_of_the_units() -> None:
-    """To the last bit, dropout included, with norms that are gathered apart from their block."""
-
-    def run(rank: int, again: bool) -> Any:
-        module = Blocks()
-        callbacks = [ActivationCheckpointing(PostNorm)] if again else []
-        trainer = quiet_trainer(
-            devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()], callbacks=callbacks, max_epochs=2
-        )
-        torch.manual_seed(7)
-        trainer.fit(module, loader(regression_batches(4)))
-        return full_weights(module)
-
-    plain, checkpointed = (run_ranks(lambda rank, again=again: run(rank, again), 2)[0] for again in (False, True))
-    for name, value in plain.items():
-        assert torch.equal(checkpointed[name], value), name
-
-
 class Manual(Regression):
     """Two steps of the optimizer in each batch."""
 
@@ -281,19 +250,6 @@ def test_manual_optimization_steps_in_the_middle() -> None:
     for weights in run_ranks(lambda rank: run(rank, 2), 2):
         for name, value in alone.items():
             torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
-
-
-def test_parameters_that_nothing_gathers_in_manual_optimization_are_refused() -> None:
-    class Own(Manual):
-        def __init__(self) -> None:
-            super().__init__()
-            self.temperature = nn.Parameter(torch.ones(1))
-
-    def run(rank: int) -> None:
-        with pytest.raises(MisconfigurationException, match="in manual optimization: temperature of Own belongs to no"):
-            fit(Own(), regression_batches(1), devices=2, strategy=fsdp2("net.2"))
-
-    run_ranks(run, 2)
 
 
 # -- names and refusals ------------------------------------------------------------------------------------------------
@@ -372,13 +328,3 @@ def test_nothing_stays_gathered_after_evaluation(loop: str) -> None:
         return module.gathered, {type(parameter) for parameter in module.parameters()}
 
     assert run_ranks(run, 2) == [(True, {DTensor})] * 2
-
-
-def test_buffers_start_from_those_of_rank_zero() -> None:
-    def run(rank: int) -> list[float]:
-        module = Regression()
-        module.register_buffer("offset", torch.full((3,), float(rank + 1)))
-        fit(module, regression_batches(1), devices=2, strategy=fsdp2("net.0"), plugin=fp16())
-        return module.offset.tolist()
-
-    assert run_ranks(run, 2) == [[1.0] * 3] * 2

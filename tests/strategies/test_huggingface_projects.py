@@ -1,6 +1,5 @@
 """Two changed lines in a Hugging Face user's project: a GPT-2 and a Llama that train as their owner means them to."""
 
-import math
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from huggingface_models import (
     PRECISIONS,
     PROJECTS,
-    VOCABULARY,
     LanguageModel,
     label_tokens,
     llama,
@@ -17,7 +15,6 @@ from huggingface_models import (
     streamed_dicts,
 )
 from small_models import fit, quiet_trainer, weights
-from transformers import BatchEncoding
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, OverflowMonitor, OverflowPostMortem
 
@@ -55,35 +52,6 @@ def test_a_hugging_face_project_lands_on_its_token_budget(name: str, precision: 
     # 12 micro-batches in an epoch: 1 + 1 + 1, then 2 + 2 + 2, then what is left of 5; a surplus opens an eighth window.
     assert trainer.global_step == (7 if surplus == 0 else 8)
     assert monitor.skipped_steps == 0
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", PROJECTS)
-@pytest.mark.full
-def test_a_hugging_face_project_learns_in_16_bit(name: str, precision: str) -> None:
-    module, data = project(name)
-    monitor = OverflowMonitor()
-    trainer = quiet_trainer(
-        max_epochs=4, plugins=[plugin(precision)], callbacks=[monitor, AccumulationScheduler({0: 1, 3: 2})]
-    )
-    trainer.fit(module, data)
-    first_epoch, last_epoch = module.losses[:12], module.losses[-12:]
-    assert first_epoch[0] == pytest.approx(math.log(VOCABULARY), abs=0.3)
-    assert sum(last_epoch) < 0.3 * sum(first_epoch)
-    assert all(bool(p.isfinite().all()) for p in module.parameters())
-    assert trainer.global_step == 3 * 12 + 6
-    assert monitor.loss_scale == (2.0**10 if precision == "16-mixed" else 1.0)
-    assert trainer.logged_metrics.get("mp/loss_scale", 1.0) == monitor.loss_scale
-    assert trainer.logged_metrics["mp/skipped_steps"] == 0
-
-
-def test_the_projects_bring_both_kinds_of_batches() -> None:
-    kinds = {}
-    for name in PROJECTS:
-        module, data = project(name)
-        quiet_trainer(max_steps=1, plugins=[plugin("bf16-mixed")], callbacks=[OverflowMonitor()]).fit(module, data)
-        kinds[name] = module.batch_types
-    assert kinds == {"gpt2": {BatchEncoding}, "llama": {dict}}
 
 
 @pytest.mark.parametrize("name", PROJECTS)

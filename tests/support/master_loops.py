@@ -12,7 +12,7 @@ from small_models import Regression
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_mp import LossScaler, MasterWeightsPrecision, PrecisionPolicy
+from lightning_mp import JointOptimizer, LossScaler, MasterWeightsPrecision, PrecisionPolicy
 from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
 from lightning_mp.precision.autocast_context import AutocastRun
 from lightning_mp.precision.masters.lent_weights import LentWeights
@@ -22,8 +22,6 @@ DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 Parameters = Iterable[nn.Parameter]
 
 SCALE = 2.0**10
-# (precision, storage)
-KINDS = [("bf16-true", "fp32"), ("16-true", "fp32")]
 NORMS = (*NORMS_WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -41,11 +39,12 @@ def clipping(clip: tuple[str, float] | None) -> dict[str, Any]:
     return {} if clip is None else {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
 
 
-def huggingface_adafactor(parameters: Parameters) -> torch.optim.Optimizer:
-    """A third-party optimizer, which writes through ``parameter.data`` and treats 16-bit parameters in its own way."""
-    from transformers.optimization import Adafactor
-
-    return Adafactor(parameters, lr=1e-2, relative_step=False, scale_parameter=False)
+def joint(parameters: Parameters) -> JointOptimizer:
+    """Muon for matrices and AdamW for the rest."""
+    matrices, rest = [], []
+    for p in parameters:
+        (matrices if p.ndim == 2 else rest).append(p)
+    return JointOptimizer([torch.optim.Muon(matrices, 1e-2), torch.optim.AdamW(rest, 1e-2)])
 
 
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
@@ -53,10 +52,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
     "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9),
-    "huggingface_adafactor": huggingface_adafactor,
+    "joint": joint,
 }
 
 

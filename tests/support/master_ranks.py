@@ -1,17 +1,19 @@
-"""What two ranks train with master weights: a module, its sharded and its split form, and their batches."""
+"""What two ranks train with master weights, and the loop by hand that they are compared with."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from master_loops import OPTIMIZERS
+from master_loops import DTYPES, OPTIMIZERS, LoopByHand, scale_of
 from small_models import Regression, regression_batches
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-BATCHES = {rank: regression_batches(12)[6 * rank : 6 * rank + 6] for rank in (0, 1)}
+STEPS = 6
+BATCHES = {rank: regression_batches(2 * STEPS)[STEPS * rank : STEPS * rank + STEPS] for rank in (0, 1)}
 
 
 def ddp(**arguments: Any) -> DDPStrategy:
@@ -70,3 +72,67 @@ def model_parallel(kind: type[Ranked], **arguments: Any) -> ModelParallelStrateg
     return ModelParallelStrategy(
         data_parallel_size=data, tensor_parallel_size=tensor, process_group_backend="gloo", **arguments
     )
+
+
+def _means(loops: list[LoopByHand], scale: float, *, in_fp32: bool) -> dict[int, Tensor]:
+    """Takes the gradients of both ranks, by the number of their parameter; DDP adds them in 16 bit."""
+    means = {}
+    for number, pair in enumerate(zip(*(loop.module.parameters() for loop in loops), strict=True)):
+        holders: Any = [loop.leaves.get(p, p) for loop, p in zip(loops, pair, strict=True)]
+        own = [holder.grad for holder in holders]
+        if own[0] is not None:
+            first, second = (gradient.float() if in_fp32 else gradient for gradient in own)
+            means[number] = (first / 2 + second / 2).float() / scale
+        for holder in holders:
+            holder.grad = None
+    return means
+
+
+def two_ranks_by_hand(
+    make: Callable[[], Ranked],
+    precision: str = "bf16-true",
+    *,
+    window: int = 1,
+    limit: Callable[[list[Any], Any], None] | None = None,
+    overflows: tuple[int, ...] = (),
+) -> list[Tensor]:
+    """Two copies in one process; ``limit`` clips the mean of their gradients, and the second one's losses overflow.
+
+    DDP averages at the end of a window, what was added up in 16 bit; FSDP in each micro-batch, and adds up in fp32.
+    """
+    scale, modules = scale_of(precision), [make() for _ in range(2)]
+    modules[1].overflows = set(overflows)
+    in_fp32 = not modules[0].trains_its_own
+    loops = [LoopByHand(module, DTYPES[precision]) for module in modules]
+    optimizers: list[Any] = [module.configure_optimizers() for module in modules]
+    sums: dict[int, Tensor] = {}
+    _switch(optimizers, "train")
+    for index in range(STEPS):
+        for rank, (loop, module) in enumerate(zip(loops, modules, strict=True)):
+            if index % window == 0:
+                loop.cast()
+            loop.backward(loop.forward(module.training_step, BATCHES[rank][index], index) / window * scale)
+        is_last = (index + 1) % window == 0
+        if in_fp32 or is_last:
+            means = _means(loops, scale, in_fp32=in_fp32)
+            sums = {number: sums[number] + mean if number in sums else mean for number, mean in means.items()}
+        if not is_last:
+            continue
+        if all(bool(gradient.isfinite().all()) for gradient in sums.values()):
+            for module, optimizer in zip(modules, optimizers, strict=True):
+                for number, parameter in enumerate(module.parameters()):
+                    parameter.grad = sums[number].clone() if number in sums else None
+                if limit is not None:
+                    limit(list(module.parameters()), optimizer)
+                optimizer.step()
+        sums = {}
+        for loop in loops:
+            loop.clear()
+    _switch(optimizers, "eval")
+    return full(modules[0])
+
+
+def _switch(optimizers: list[Any], mode: str) -> None:
+    """Of schedule-free ones."""
+    for optimizer in optimizers:
+        getattr(optimizer, mode, lambda: None)()

@@ -76,7 +76,7 @@ MEANS: dict[str, tuple[Loss, list[tuple[float, float]]]] = {
     "items times 0": (lambda o: (0 * o).mean(), []),
     "weights times 0": (lambda o: 0.0 * PARAMETER.sum(), []),
     "no items": (lambda o: o[:0].square().sum(), []),
-    "0 of max(1, 0)": (lambda o: (each(o) * 0.0).sum() / max(1, 0), [(0.0, 1.0)]),
+    "0 of max(1, 0)": (lambda o: (each(o) * MASK.logical_not()).sum() / max(1, 0), [(0, 1)]),
 }
 
 
@@ -133,6 +133,33 @@ def test_every_other_loss_is_unknown_and_says_why(name: str) -> None:
     assert reason in reading.reason
 
 
+FACTORS: dict[str, tuple[Callable[[Tensor, Any], Tensor], bool]] = {
+    "of the whole": (lambda o, r: r * F.mse_loss(o, TARGETS), False),
+    "of another term": (lambda o, r: F.mse_loss(o, TARGETS) + r * o.abs().mean(), False),
+    "of means of a kind": (lambda o, r: r * F.cross_entropy(o, LABELS) + (1 - r) * F.cross_entropy(-o, LABELS), True),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_the_factors_of_each_kind_of_mean_stay_the_same(name: str, kind: Any) -> None:
+    """So a loss that is multiplied by the value of another one is unknown."""
+    (loss, is_known), weights, o = FACTORS[name], LossWeights(), logits()
+    weights.settle([read_items(loss(o, kind(0.5)))])
+    assert weights.of(read_items(loss(o, kind(0.5))))[1] is True
+    assert weights.of(read_items(loss(o, kind(0.25))))[1] is is_known
+
+
+def test_a_term_of_0_that_becomes_a_mean_is_unknown() -> None:
+    """It may have been a mean over none; a term that joins over the same items is known."""
+    o, zero, joined = logits(), LossWeights(), LossWeights()
+    both = read_items(F.mse_loss(o, TARGETS) + o.abs().mean())
+    zero.settle([read_items(F.mse_loss(o, TARGETS) + 0 * o.sum())])
+    joined.settle([read_items(F.mse_loss(o, TARGETS))])
+    assert zero.of(both)[1] is False
+    assert joined.of(both)[1] is True
+
+
 def test_a_sum_without_items_weighs_nothing_and_a_term_that_is_switched_off_is_unknown() -> None:
     weights, o = LossWeights(), logits()
     weights.settle([read_items(1.0 * (each(o)[:3]).sum() / 3)])
@@ -141,24 +168,38 @@ def test_a_sum_without_items_weighs_nothing_and_a_term_that_is_switched_off_is_u
     assert weights.of(read_items(0.0 * each(o).sum() / 3))[1] is False
 
 
-@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("kept", [0, 1, 2])
 @pytest.mark.parametrize(
     "summed",
     [
         lambda o, mask: (o.abs().sum(1) * mask).sum(),
-        lambda o, mask: (mask[:, None] * o.abs() * 0.5).view(-1).sum(),
+        lambda o, mask: (mask[:, None] * o.abs()).view(-1).sum(),
+        lambda o, mask: torch.where(mask, o.abs().sum(1), 0.0).sum(),
         lambda o, mask: F.cross_entropy(o, torch.where(mask, 1, -100), reduction="sum"),
-        lambda o, mask: o.abs().sum(1)[mask].sum(),
     ],
 )
-def test_a_sum_over_max_1_n_beside_another_mean_tells_none_from_one(summed: Any, kept: int) -> None:
+def test_a_masked_sum_over_max_1_n_is_unknown_beside_another_mean_if_that_is_1(summed: Any, kept: int) -> None:
+    """It may be over one item or none; the same where it is the whole loss, which is 0 then."""
     mask = torch.arange(ROWS) < kept
     for number in (max(1, kept), mask.sum().clamp(min=1)):
-        for other in (lambda o: F.mse_loss(o, TARGETS), lambda o: o.abs().sum() / 20):
-            o = logits()
-            reading = read_items(other(o) + summed(o, mask) / number)
-            assert isinstance(reading, Items)
-            assert sorted(float(mean.total) for mean in reading.means) == [kept, 20]
+        o, weights = logits(), LossWeights()
+        alone = read_items(summed(o, mask) / number)
+        assert isinstance(alone, Items)
+        assert [mean.total for mean in alone.means] == [kept]
+        for other in (lambda o: o[: max(1, kept)].square().sum(1).mean(), lambda o: o.abs().sum() / max(1, kept)):
+            weights.settle([read_items(other(o[:2]) + summed(o[:2], mask[:2]) / max(1, kept))])
+            assert weights.is_equal is (kept < 2)
+
+
+def test_the_targets_of_all_sums_are_counted_if_the_batch_says_what_divides_them() -> None:
+    o = logits()
+    chunks = [F.cross_entropy(o[rows], LABELS[rows], reduction="sum") for rows in (slice(2), slice(2, None))]
+    reading = read_items(0.5 * sum(chunks) / 12, counts_targets=True)
+    assert isinstance(reading, Items)
+    assert [(mean.total, mean.factor) for mean in reading.means] == [(3, 0.5)]
+    assert reading.divisor == 12
+    other = read_items(chunks[0] / 12 + o.square().mean(), counts_targets=True)
+    assert other == Unknown("not all of it is divided by num_items_in_batch")
 
 
 @pytest.mark.parametrize("loss", [torch.zeros(()), torch.zeros((), requires_grad=True) / 4])
@@ -250,8 +291,9 @@ class Waits(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("name", MEANS)
-def test_numbers_on_a_device_stay_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers in tensors are as on a device."""
     on_host = loss_items.on_host
 
     def as_of_a_device(value: Tensor) -> Any:
@@ -261,6 +303,25 @@ def test_numbers_on_a_device_stay_there(name: str, monkeypatch: pytest.MonkeyPat
             return on_host(value)
 
     monkeypatch.setattr(loss_items, "on_host", as_of_a_device)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_masked_sum_over_1_beside_another_mean_is_unknown_on_a_device_too() -> None:
+    weights, o = LossWeights(), logits()
+
+    def reading(kept: int) -> Items | Unknown:
+        mask = torch.arange(ROWS) < kept
+        other = o[:kept].abs().sum(1).mean()
+        return read_items((o.abs().sum(1) * mask).sum() / mask.sum().clamp(min=1) + other)
+
+    weights.settle([reading(2)])
+    assert not weights.is_equal
+    assert [bool(weights.of(reading(kept))[1]) for kept in (2, 3, 1)] == [True, True, False]
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", MEANS)
+def test_numbers_on_a_device_stay_there(name: str) -> None:
     loss, expected = MEANS[name]
     value = loss(logits())
     with Waits() as waits:
@@ -271,7 +332,7 @@ def test_numbers_on_a_device_stay_there(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("cross-entropy", 12), ("elements", 12), ("masked", 15), ("smoothed", 23), ("several", 20)]
+    ("name", "most"), [("cross-entropy", 12), ("elements", 12), ("masked", 15), ("smoothed", 20), ("several", 20)]
 )
 def test_a_loss_is_read_and_weighed_in_few_python_calls(name: str, most: int) -> None:
     value, weights, entered = MEANS[name][0](logits()), LossWeights(), []

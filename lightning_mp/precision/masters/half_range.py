@@ -65,6 +65,8 @@ class HalfRange:
     def clamp_(self, weights: Sequence[Tensor]) -> None:
         """After a step, holds fp32 weights of which there are fp16 copies within its range; reports the step before."""
         self.warn()
+        if not weights:  # the optimizer has only weights that are computed with in fp32
+            return
         with torch.no_grad():
             private_tensor_api.foreach_clamp_([local_shard(w.detach()) for w in weights], HALF_MAX)
         present = [w for w in weights if local_shard(w.detach()).numel()]

@@ -151,6 +151,15 @@ class LentWeights:
         finally:
             self.is_open, self.is_trusted = before
 
+    def warn_about_late_compilation(self) -> None:
+        """Before the first training step: modules that were compiled since set-up are called past this object."""
+        names = [f"'{name}'" for name in _compiled_since(self._model)]
+        if names:
+            rank_zero_warn(
+                f"MasterWeightsPrecision: {listed(names)} was compiled after set-up and gets no 16-bit copies: fp32"
+                " weights are cast at each use, which is slower. Compile in __init__, setup or configure_model."
+            )
+
     @contextmanager
     def lending(self, root: nn.Module) -> Iterator[None]:
         """Copies are in place of a module's weights; cast again where they may be too old."""
@@ -460,3 +469,15 @@ def _called_from_outside(module: nn.Module) -> Iterable[nn.Module]:
         yield module
     for child in dict.fromkeys(module.children()):
         yield from _called_from_outside(child)
+
+
+def _compiled_since(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Names of compiled modules that are not intercepted, nor called by a module that is."""
+    for name, child in module.named_children():
+        if not isinstance(vars(child).get("_compiled_call_impl"), _LendingCall):
+            if private_dispatch_api.is_compiled_module(child) and any(True for _ in child.parameters()):
+                yield prefix + name
+                continue
+        elif not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            continue
+        yield from _compiled_since(child, f"{prefix}{name}.")

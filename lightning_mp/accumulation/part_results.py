@@ -1,0 +1,198 @@
+"""What the parts of a batch return and log, joined to what the whole batch would have returned and logged."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_mp.accumulation.batch_split import holds_tensor, rebuilt_mapping, rebuilt_sequence
+from lightning_mp.core import private_loop_api, private_results_api
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
+
+class RanPart(NamedTuple):
+    """A part of a batch that has run."""
+
+    output: ClosureResult  # without its graph, if there are several parts
+    samples: int
+    weight: float | Tensor  # in the mean of the batch
+    has_backward: bool
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+    """The mean of floating-point tensors by weights; what weighs nothing is left out, even if it is NaN.
+
+    >>> import torch
+    >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0), torch.tensor(torch.nan)], [1, 2, 0])
+    tensor(3.)
+    """
+    stacked = torch.stack(list(values))
+    by = torch.stack([torch.as_tensor(weight, dtype=torch.float64, device=stacked.device) for weight in weights])
+    # Where nothing is counted, the whole has the same NaN as its parts, or the same number.
+    by = torch.where(by.sum() > 0, by, 1.0)
+    by = (by / by.sum()).reshape(-1, *[1] * (stacked.ndim - 1)).to(stacked.dtype)
+    return torch.where(by > 0, stacked * by, 0.0).sum(0)
+
+
+def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float | Tensor]) -> Any:
+    """Joins what a step returned for each microbatch into what it might have returned for the whole.
+
+    Tensors with one row per sample, and lists with one entry per sample, are joined. Floating-point numbers, and
+    tensors of one shape, are averaged by ``weights``. Mappings, and lists that hold tensors, are joined entry by entry.
+    Of anything else the last microbatch's is taken.
+
+    >>> import torch
+    >>> merge_outputs([{"acc": 0.5, "y": torch.ones(3)}, {"acc": 1.0, "y": torch.zeros(1)}], [3, 1], [3, 1])
+    {'acc': 0.625, 'y': tensor([1., 1., 1., 0.])}
+    """
+    last = outputs[-1]
+    if len(outputs) == 1 or any(type(output) is not type(last) for output in outputs):
+        return last
+    if isinstance(last, float):
+        return float(weighted_mean([torch.tensor(output, dtype=torch.float64) for output in outputs], weights))
+    if isinstance(last, Mapping):
+        keys = [key for key in last if all(key in output for output in outputs)]
+        merged = {key: merge_outputs([output[key] for output in outputs], sizes, weights) for key in keys}
+        return rebuilt_mapping(last, merged)
+    if isinstance(last, list | tuple) and holds_tensor(last):
+        if any(len(output) != len(last) for output in outputs):
+            return last
+        return rebuilt_sequence(last, [merge_outputs(parts, sizes, weights) for parts in zip(*outputs, strict=True)])
+    if _have_rows(outputs, sizes):
+        entries = [entry for output in outputs for entry in output]
+        return torch.cat(list(outputs)) if isinstance(last, Tensor) else type(last)(entries)
+    is_mean = isinstance(last, Tensor) and last.is_floating_point() and len({output.shape for output in outputs}) == 1
+    return weighted_mean(outputs, weights) if is_mean else last
+
+
+def _have_rows(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether these are tensors with one row per sample, or lists with one entry per sample."""
+    if isinstance(outputs[-1], Tensor):
+        are_alike = all(output.ndim for output in outputs) and len({output.shape[1:] for output in outputs}) == 1
+    else:
+        are_alike = isinstance(outputs[-1], list | tuple) and not hasattr(outputs[-1], "_fields")
+    return are_alike and [len(output) for output in outputs] == list(sizes)
+
+
+def whole_loss(ran: Sequence[RanPart], *, add_up: bool) -> Tensor | None:
+    """The loss of a batch from those of its parts, divided by Lightning as they are; None without any."""
+    known = [(one.output.loss, one.weight) for one in ran if one.output.loss is not None]
+    if not known:
+        return None
+    losses, weights = zip(*known, strict=True)
+    return torch.stack(losses).sum(0) if add_up else weighted_mean(losses, weights)
+
+
+def merged_output(ran: Sequence[RanPart], *, add_up: bool) -> ClosureResult:
+    """What the closure of a whole batch returns."""
+    if len(ran) == 1:
+        return ran[0].output
+    outputs, samples, weights, _ = zip(*ran, strict=True)
+    merged = ClosureResult(None, merge_outputs([output.extra for output in outputs], samples, weights))
+    merged.loss = whole_loss(ran, add_up=add_up)
+    return merged
+
+
+def merge_logged(values: Sequence[Tensor], weights: Sequence[float | Tensor], reduce_fx: Any = "mean") -> Tensor:
+    """One logged value from those of the parts: their mean by ``weights``, or what ``reduce_fx`` says.
+
+    >>> import torch
+    >>> values = [torch.tensor(1.0), torch.tensor(3.0)]
+    >>> merge_logged(values, [1, 3]), merge_logged(values, [1, 3], "max")
+    (tensor(2.5000), tensor(3.))
+    """
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    tensors = torch.stack(list(values))
+    if name in _REDUCTIONS:
+        return _REDUCTIONS[name](tensors)
+    floating = tensors if tensors.is_floating_point() else tensors.to(torch.get_default_dtype())
+    return weighted_mean(list(floating), weights)
+
+
+class PartLogs:
+    """Holds back what ``self.log`` is given while parts run; logs it once afterwards, in the order of first calls.
+
+    It also holds back what a batch in one part logs: ranks reduce ``sync_dist=True`` values after their backwards,
+    however many parts each has run.
+    """
+
+    def __init__(self, trainer: "pl.Trainer") -> None:
+        # (hook, name, how often it was logged in its part before) -> (part, value, other arguments)
+        self._calls: dict[tuple[str, str, int], list[tuple[int, Any, dict[str, Any]]]] | None = None
+        self._repeats: Counter[tuple[str, str]] = Counter()
+        self._part = 0
+        self._log = private_loop_api.replace_logging(trainer, self._note)
+
+    def begin_part(self, part: int) -> None:
+        """What is logged from now on belongs to this part of a batch; its first one may be repeated."""
+        if part == 0:
+            self._calls = {}
+        self._part = part
+        self._repeats.clear()
+
+    def drop(self) -> None:
+        """Nothing of it is logged: the attempt failed, or the batch was logged before."""
+        self._calls = None
+
+    def _note(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
+        if self._calls is None:
+            self._log.original(fx, name, value, **arguments)
+            return
+        if isinstance(value, Metric):
+            arguments["metric"], value = value, private_results_api.batch_value(value)
+        self._repeats[fx, name] += 1
+        value = value.detach() if isinstance(value, Tensor) else value
+        self._calls.setdefault((fx, name, self._repeats[fx, name]), []).append((self._part, value, arguments))
+
+    def flush(self, ran: Sequence[RanPart], divisor: int, *, add_up: bool) -> None:
+        """Logs every value once.
+
+        A value that is the loss in all its parts is merged as the loss is, the batch value of a metric by samples, and
+        any other one by ``batch_size=`` if it was logged with that, else by what parts weigh.
+        """
+        calls, self._calls = self._calls or {}, None
+        for (fx, name, _), noted in calls.items():
+            parts, values, arguments = zip(*noted, strict=True)
+            logged, merged, sizes = [ran[part] for part in parts], dict(arguments[-1]), None
+            if merged.get("batch_size") is not None:
+                sizes = [one["batch_size"] for one in arguments]
+                merged["batch_size"] = sum(sizes)
+            if metric := merged.pop("metric", None):
+                if len(values) > 1 and all(isinstance(value, Tensor) for value in values):
+                    whole = merge_logged(values, [one.samples for one in logged])
+                    private_results_api.set_batch_value(metric, whole)
+                self._log.original(fx, name, metric, **merged)
+            else:
+                value = _merged(values, logged, merged.get("reduce_fx"), sizes, divisor, add_up=add_up)
+                self._log.original(fx, name, value, **merged)
+
+
+def _merged(
+    values: Sequence[Tensor],
+    ran: Sequence[RanPart],
+    reduce_fx: Any,
+    sizes: Sequence[int] | None,
+    divisor: int,
+    *,
+    add_up: bool,
+) -> Tensor:
+    """One logged value from those of these parts; no wait for the device."""
+    if len(values) == 1:
+        return values[0]
+    weights = by = [one.weight for one in ran]
+    if sizes is not None:  # the NaN of a mean over nothing is left out
+        by = [size * ~(v.isnan() & (w == 0)) for size, v, w in zip(sizes, values, weights, strict=True)]
+    merged = merge_logged(values, by, reduce_fx)
+    losses = [one.output.loss.reshape(()) for one in ran if one.output.loss is not None]
+    if len(losses) < len(values):
+        return merged
+    stacked = torch.stack(list(values))
+    is_loss = torch.isclose(stacked / divisor, torch.stack(losses).to(merged.dtype), equal_nan=True).all()
+    whole = stacked.sum() if add_up else merge_logged(values, weights)
+    return torch.where(is_loss, whole, merged)
