@@ -317,12 +317,11 @@ def _make_states(
     optimizers: Sequence[StandInOptimizer], trained: Iterable[Tensor], live: LiveStorages
 ) -> tuple[int, int]:
     """Makes the first step of each optimizer; returns the bytes of their states, and of the gradients."""
-    summed = [parameter.grad for parameter in trained if parameter.grad is not None]
-    live.add("gradients", summed)
+    live.add("gradients", [parameter.grad for parameter in trained if parameter.grad is not None])
     for one in optimizers:
         one.step()
         live.add("optimizer states", one.states)
-    return live.bytes_by_part.get("optimizer states", 0), sum(gradient.nbytes for gradient in summed)
+    return live.bytes_by_part.get("optimizer states", 0), live.bytes_by_part.get("gradients", 0)
 
 
 def _optimizer_steps(optimizers: Sequence[StandInOptimizer], live: LiveStorages) -> list[MemorySample]:
