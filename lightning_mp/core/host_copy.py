@@ -18,19 +18,15 @@ class HostCopy:
         self._buffer = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=on_cuda)
         self._buffer.copy_(values, non_blocking=on_cuda)
         self._event: torch.cuda.Event | None = None
+        self.is_there = not on_cuda  # reading waits for no device
         if on_cuda:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(values.device))
-
-    @property
-    def is_there(self) -> bool:
-        """Whether reading waits for no device."""
-        return self._event is None
 
     def read(self) -> list[float]:
         """Waits until the transfer is over, then returns the numbers."""
         if self._event is not None:
             self._event.synchronize()
-            self._event = None
+            self._event, self.is_there = None, True
         # `tolist` reads host memory directly; `item` would count as one more dispatcher call per number.
         return [float(value) for value in self._buffer.tolist()]

@@ -518,7 +518,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         module = trainer.lightning_module
         if optimizer in trainer.optimizers or holds_parameters_of(optimizer, module):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
-            self._run.steps_past_the_plugin += 1
+            # Distributed checkpoints of torch create states by a step with a rate of 0.
+            self._run.steps_past_the_plugin += any(float(group.get("lr", 1)) for group in optimizer.param_groups)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

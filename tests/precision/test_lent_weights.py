@@ -791,6 +791,7 @@ class Late(Fitted):
 @pytest.mark.parametrize("hook", ["setup", "on_train_start"])
 @pytest.mark.parametrize("what", ["in place", "as a wrapper", "inside"])
 def test_what_is_compiled_too_late_for_copies_is_named(what: str, hook: str) -> None:
+    torch._dynamo.reset()
     module, is_late = Late(hook, what), hook == "on_train_start" and what != "inside"
     dtypes: set[torch.dtype] = set()
     module.on_after_backward = lambda: dtypes.update(p.grad.dtype for p in module.parameters())  # type: ignore[method-assign]
