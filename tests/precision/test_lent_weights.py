@@ -799,3 +799,20 @@ def test_what_is_compiled_too_late_for_copies_is_named(what: str, hook: str) -> 
     with pytest.warns(UserWarning, match=words) if is_late else nullcontext():
         fit(module, epochs=1)
     assert dtypes == {torch.float32 if is_late else torch.bfloat16}
+
+
+@with_each_storage
+def test_a_weight_that_is_changed_inside_of_a_step_is_cast_again() -> None:
+    """The same window, with no optimizer step between the two calls."""
+
+    class Zeroed(Fitted):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with torch.no_grad():
+                before = self.net(batch[0])
+                self.net[0].weight.zero_()
+                changed = self.net(batch[0])
+            assert not torch.equal(before, changed)
+            assert torch.equal(changed, changed[:1].expand_as(changed))
+            return self.net(batch[0]).square().mean()
+
+    fit(Zeroed(), epochs=1)
