@@ -156,13 +156,13 @@ def _of_convolution_backward(
 ) -> int:
     """First the gradient of the inputs, then that of the weight."""
     of_inputs, of_weight = (0 if tensor is None else tensor.nbytes for tensor in results[:2])
-    peaks = [0]
+    of_outputs, peaks = _in_blocks_bytes(gradient), [0]
     if of_inputs:
         scratch = weight.nbytes + _SCRATCH_BYTES if is_strided or transposed else 0
         copies = 3 if is_strided and not transposed else 2
-        peaks += [gradient.nbytes + weight.nbytes + of_inputs + scratch, copies * of_inputs]
+        peaks += [of_outputs + weight.nbytes + of_inputs + scratch, copies * of_inputs]
     if of_weight:
         sums = _SUMMED_IN_FP32 * of_weight + _SCRATCH_BYTES if weight.dtype == torch.bfloat16 else 0
-        peaks += [of_inputs + gradient.nbytes + inputs.nbytes + of_weight + sums]
+        peaks += [of_inputs + of_outputs + inputs.nbytes + of_weight + sums]
         peaks += [of_inputs + (3 if transposed else 2) * of_weight]
     return max(0, max(peaks) - of_inputs - of_weight)
