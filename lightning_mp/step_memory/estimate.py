@@ -161,8 +161,8 @@ def estimate_memory(
         Bytes by part over the step.
 
     Raises:
-        ValueError: an argument is unknown, the module is sharded or, for a CPU, has an ``nn.LSTM``, the step reads
-            numbers of tensors, or the optimizer cannot step fake tensors.
+        ValueError: an argument is unknown, the module is sharded, has sparse gradients or, for a CPU, an
+            ``nn.LSTM``, the step reads numbers of tensors, or the optimizer cannot step fake tensors.
 
     Source:
         What is kept per parameter: Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1.
@@ -245,6 +245,11 @@ def _check(module: nn.Module, strategy: str, ranks: int, units: object, device_t
         raise ValueError(
             "estimate_memory() does not know what oneDNN's LSTM keeps on a CPU. Measure a step there, or pass"
             " device_type='cuda'."
+        )
+    if any(isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse for part in module.modules()):
+        raise ValueError(
+            "estimate_memory() does not know what sums of sparse gradients take. Measure a step, or pass the module"
+            " with sparse=False."
         )
     if any(isinstance(p, DTensor) or private_sharding_api.is_flat_shard(p) for p in module.parameters()):
         raise ValueError(
