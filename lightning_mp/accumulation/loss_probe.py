@@ -115,6 +115,7 @@ class LossProbe:
         """
         frozen = {n: p for n, p in self._module.named_parameters() if not p.requires_grad}
         before = _places_of(frozen)
+        held = [p.detach() for p in frozen.values()]  # or what replaces them could take their memory
         reason = _NoNumbersError("")
         for training in (False, True):
             try:
@@ -124,6 +125,7 @@ class LossProbe:
                 reason = error
             finally:
                 _refuse_changes(before, _places_of(frozen))
+        del held
         if reason.are_means:
             _say_what_is_assumed(f"the training step, run once more, {reason}", "mean")
             return "mean"
