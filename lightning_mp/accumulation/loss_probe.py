@@ -114,8 +114,7 @@ class LossProbe:
             MisconfigurationException: if the losses do not add up, or there are none to compare.
         """
         frozen = {n: p for n, p in self._module.named_parameters() if not p.requires_grad}
-        before = _places_of(frozen)
-        held = [p.detach() for p in frozen.values()]  # or what replaces them could take their memory
+        before = _aliases_of(frozen)
         reason = _NoNumbersError("")
         for training in (False, True):
             try:
@@ -124,8 +123,7 @@ class LossProbe:
             except _NoNumbersError as error:
                 reason = error
             finally:
-                _refuse_changes(before, _places_of(frozen))
-        del held
+                _refuse_changes(before, frozen)
         if reason.are_means:
             _say_what_is_assumed(f"the training step, run once more, {reason}", "mean")
             return "mean"
@@ -232,13 +230,17 @@ def _refuse_backward(_: None) -> Tensor:
     raise RuntimeError("the training step runs a backward itself")
 
 
-def _places_of(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Where parameters are and their versions: what shows that one was changed."""
-    return {name: (p.data_ptr(), private_tensor_api.version_of(p)) for name, p in parameters.items()}
+def _aliases_of(parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    """Their memory, held so that nothing else can take it, and their versions: what shows that one was changed."""
+    return {name: (p.detach(), private_tensor_api.version_of(p)) for name, p in parameters.items()}
 
 
-def _refuse_changes(before: Mapping[str, object], after: Mapping[str, object]) -> None:
-    changed = [name for name, place in after.items() if before[name] != place]
+def _refuse_changes(before: Mapping[str, tuple[Tensor, int]], now: Mapping[str, Tensor]) -> None:
+    changed = [
+        name
+        for name, (alias, version) in before.items()
+        if (now[name].data_ptr(), private_tensor_api.version_of(now[name])) != (alias.data_ptr(), version)
+    ]
     if changed:
         raise MisconfigurationException(
             f"MicroBatchOnOOM: the training step changes frozen parameters ({listed(changed)}); it would do so once for"
