@@ -3,16 +3,14 @@
 from collections.abc import Iterable
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from fsdp2_runs import fsdp2, full_weights
-from gloo import run_same_ranks as run_ranks
-from small_models import Regression, TokenModel, fit, regression_batches, token_batches, weights
+from fsdp2_runs import runs_in_a_weighted_window
+from small_models import Regression, TokenModel, fit, regression_batches, weights
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
+from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
 
 PLUGINS: dict[str, Any] = {
     "bf16-mixed": lambda: AutocastPrecision("bf16-mixed"),
@@ -148,17 +146,9 @@ class ClipsTokens(TokenModel):
 def test_over_ranks_and_in_a_weighted_window(strategy: str) -> None:
     """The whole gradient's norm is the limit, and the step that of one process with all micro-batches."""
 
-    def rank_(rank: int, ranks: int = 2) -> tuple[list[float], dict[str, Tensor]]:
-        module, rows = ClipsTokens(), token_batches([5, 9, 3, 7, 8, 2, 6, 4])
-        own: Any = fsdp2() if strategy == "fsdp2" else "ddp"
-        plugin = AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=64.0))
-        windows: pl.Callback = AccumulationScheduler({0: 4 // ranks})
-        fit(module, rows[rank::ranks], windows, plugin=plugin, devices=ranks, strategy=own if ranks > 1 else "auto")
-        return module.norms, full_weights(module)
-
-    [(norms, whole)] = run_ranks(lambda rank: rank_(rank, ranks=1), 1)
-    assert norms == pytest.approx([0.01, 0.01], rel=1e-3)
-    for norms, ours in run_ranks(rank_, 2):
+    (_, whole), *both = runs = runs_in_a_weighted_window(ClipsTokens, strategy)
+    for norms, _ in runs:
         assert norms == pytest.approx([0.01, 0.01], rel=1e-3)
+    for _, ours in both:
         for name, value in whole.items():
             torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_runs import fsdp2, full_weights
-from gloo import run_same_ranks as run_ranks
-from small_models import Regression, TokenModel, fit, loader, regression_batches, token_batches, weights
-from torch import Tensor, nn
+from fsdp2_runs import runs_in_a_weighted_window
+from small_models import Regression, TokenModel, fit, regression_batches, weights
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
@@ -164,16 +163,8 @@ class ClipsTokens(TokenModel):
 def test_over_ranks_and_in_a_weighted_window(strategy: str) -> None:
     """The norm is that of the mean over all tokens, on one process with one large batch."""
 
-    def rank_(rank: int, ranks: int = 2) -> tuple[list[float], dict[str, Tensor]]:
-        module, rows = ClipsTokens(), token_batches([5, 9, 3, 7, 8, 2, 6, 4])
-        own: Any = fsdp2() if strategy == "fsdp2" else "ddp"
-        plugin, batches = AutocastPrecision("16-mixed", scaler=scaler()), loader(rows[rank::ranks])
-        own = own if ranks > 1 else "auto"
-        fit(module, batches, plugin=plugin, devices=ranks, strategy=own, accumulate_grad_batches=4 // ranks)
-        return module.norms, full_weights(module)
-
-    [(norms, whole)] = run_ranks(lambda rank: rank_(rank, ranks=1), 1)
-    for ours, state in run_ranks(rank_, 2):
+    (norms, whole), *both = runs_in_a_weighted_window(ClipsTokens, strategy, by_trainer=True)
+    for ours, state in both:
         assert ours == pytest.approx(norms, rel=1e-3)
         for name, value in whole.items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)

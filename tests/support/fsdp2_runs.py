@@ -1,14 +1,15 @@
 """Runs of the demo's language model on one process and under FSDP2Strategy, with the same data in every step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from small_models import WIDTH, Regression, ResumableLoader, loader, quiet_trainer
+from gloo import run_same_ranks
+from small_models import WIDTH, Regression, ResumableLoader, fit, loader, quiet_trainer, token_batches
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
+from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, OverflowMonitor
 from lightning_mp.language_model import LanguageModel
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy
 
@@ -61,6 +62,24 @@ def fsdp2(*shard: Any, **arguments: Any) -> FSDP2Strategy:
 def full_weights(module: nn.Module) -> dict[str, Tensor]:
     state = module.state_dict()
     return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for name, v in state.items()}
+
+
+def runs_in_a_weighted_window(make: Callable[[], Any], strategy: str, *, by_trainer: bool = False) -> list[Any]:
+    """``norms`` and weights of a module that clips by itself, in fp16: on one process, and on each of two ranks.
+
+    Its windows have four micro-batches of tokens over all ranks, by the Trainer's argument or by our scheduler.
+    """
+
+    def train_on(rank: int, ranks: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+        module, rows = make(), token_batches([5, 9, 3, 7, 8, 2, 6, 4])
+        plugin = AutocastPrecision("16-mixed", scaler=LossScaler("cpu", init_scale=64.0))
+        own: Any = "auto" if ranks == 1 else fsdp2() if strategy == "fsdp2" else "ddp"
+        windows = [] if by_trainer else [AccumulationScheduler({0: 4 // ranks})]
+        arguments = {"accumulate_grad_batches": 4 // ranks} if by_trainer else {}
+        fit(module, rows[rank::ranks], *windows, plugin=plugin, devices=ranks, strategy=own, **arguments)
+        return module.norms, full_weights(module)
+
+    return [*run_same_ranks(lambda rank: train_on(rank, ranks=1), 1), *run_same_ranks(train_on, 2)]
 
 
 def train(
