@@ -77,7 +77,6 @@ class PluginRun:
     plans: dict[Optimizer, StepPlan] = field(default_factory=dict)  # made with the first step of each
     planned_for: Sequence[Callback] | None = None  # the Trainer's callbacks when that was
     gradients_before_backward: GradientsBeforeBackward = field(default_factory=dict)  # of manual optimization
-    steps_past_the_plugin: int = 0  # which Lightning does not count
     stepped: Optimizer | None = None  # its gradients are freed before the next forward
     weighs: bool = False  # micro-batches are weighed, or there is nothing to weigh
 
@@ -518,8 +517,6 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         module = trainer.lightning_module
         if optimizer in trainer.optimizers or holds_parameters_of(optimizer, module):
             check_step_past_the_plugin(optimizer, self, self.scaler, module)
-            # Distributed checkpoints of torch create states by a step with a rate of 0.
-            self._run.steps_past_the_plugin += any(float(group.get("lr", 1)) for group in optimizer.param_groups)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -290,9 +290,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
     def _step_now(self) -> int:
         """Of 24 bits, which are rounded by it; without skipped steps, which leave no trace."""
         dispatcher = self._run.dispatcher
-        if dispatcher is None or self.storage != "24bit":
-            return 0
-        return dispatcher.steps_taken() + self._run.steps_past_the_plugin
+        return dispatcher.steps_taken() if dispatcher is not None and self.storage == "24bit" else 0
 
     @override
     def _connect_late(self, optimizer: Optimizer) -> None:

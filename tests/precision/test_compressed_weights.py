@@ -474,7 +474,7 @@ def test_a_micro_batch_costs_few_calls_per_weight() -> None:
 @pytest.mark.filterwarnings("ignore:SGD.step.. was called on the optimizer itself")
 @pytest.mark.parametrize("past", [False, True], ids=["through the plugin", "past it"])
 def test_tiny_updates_add_up_whoever_makes_the_steps(past: bool) -> None:
-    """24 bits: each step rounds with another noise, also one that Lightning does not count."""
+    """24 bits: each step rounds with another noise; after one past the plugin weights stay whole."""
     update, steps = 2.0**-17, 512
 
     class Creeps(pl.LightningModule):
