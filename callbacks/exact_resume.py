@@ -306,7 +306,7 @@ class ExactResume(SettingsRepr, Callback):
         progress = checkpoint.get("loops", {}).get("fit_loop")
         if progress is None or self._is_tuning(trainer):
             return
-        self._tell_lost_gradient(trainer, progress)
+        self._report_lost_gradient(trainer, progress)
         fit = self._fit
         metrics = fit.of_cut_epoch if fit.at_end is not None else None
         metrics = metrics or _metrics(trainer) | {"epoch_ends": private_resume_api.is_in_end_of_epoch(trainer)}
@@ -325,7 +325,7 @@ class ExactResume(SettingsRepr, Callback):
         progress = RunState.of(trainer).callback(ResumableProgress)
         return progress is not None and progress.is_tuning
 
-    def _tell_lost_gradient(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> None:
+    def _report_lost_gradient(self, trainer: "pl.Trainer", progress: Mapping[str, Any]) -> None:
         """Of a window that is open; AccumulationScheduler keeps that of its own, or has warned already."""
         controller = AccumulationController.of(trainer)
         lost = controller.lost_window if controller is not None else None

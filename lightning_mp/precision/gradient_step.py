@@ -182,7 +182,7 @@ def _make_ready(step: GradientStep) -> None:
     if consumers != "none":
         step._gradients_may_have_changed = consumers == "writers"
         epilogue.make_true()
-        if plan.scaler is not None:  # of a hook that calls `unscale_` torch raises an error, in place of dividing twice
+        if plan.scaler is not None:  # a hook that calls `unscale_` gets an error from torch, not a second division
             private_optimizer_api.set_unscaled(plan.scaler, plan.optimizer, epilogue.found_inf)
         private_optimizer_api.call_before_optimizer_step_hooks(model, plan.optimizer)
         step._clips_last = not clips_by_itself(model)
