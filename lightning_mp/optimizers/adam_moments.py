@@ -69,7 +69,9 @@ def bf16_moments(optimizer: AnyAdam) -> AnyAdam:
     Example:
         >>> import torch
         >>> net = torch.nn.Linear(4, 2)
-        >>> optimizer = bf16_moments(torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), fused=True))
+        >>> optimizer = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), fused=True)
+        >>> if torch.__version__ >= "2.12":
+        ...     optimizer = bf16_moments(optimizer)
         >>> type(optimizer).__name__
         'AdamW'
     """
