@@ -156,7 +156,7 @@ def _of_convolution_backward(
 ) -> int:
     """First the gradient of the inputs, then that of the weight."""
     of_inputs, of_weight = (0 if tensor is None else tensor.nbytes for tensor in results[:2])
-    of_outputs, peaks = _in_blocks_bytes(gradient), [0]
+    of_outputs, peaks = gradient.nbytes if transposed else _in_blocks_bytes(gradient), [0]
     if of_inputs:
         scratch = weight.nbytes + _SCRATCH_BYTES if is_strided or transposed else 0
         copies = 3 if is_strided and not transposed else 2

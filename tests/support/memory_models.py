@@ -231,10 +231,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     ),
     "batch norm": (lambda: Convolutions(nn.BatchNorm2d), lambda: _floats(*_IMAGES)),
     "group norm": (lambda: Convolutions(lambda width: nn.GroupNorm(4, width)), lambda: _floats(*_IMAGES)),
-    "three channels out": (
-        lambda: nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 3, 3, padding=1)),
-        lambda: _floats(8, 16, 32, 32),
-    ),
     "transposed": (Decoding, lambda: _floats(*_IMAGES)),
     "decoder": (Decoder, lambda: _IDS),
     "tied decoder": (lambda: Decoder(tied=True), lambda: _IDS),
@@ -247,6 +243,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "encoder-decoder": (EncoderDecoder, lambda: _IDS),
     "u-net": (UNet, lambda: _floats(16, 3, 16, 16)),
     "frozen": (Frozen, lambda: _floats(*_IMAGES)),
+    "three channels out": (
+        lambda: nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 3, 3, padding=1)),
+        lambda: _floats(8, 16, 32, 32),
+    ),
 }
 
 
