@@ -1,14 +1,11 @@
 """One accumulation window as Lightning sees it: the value of ``trainer.accumulate_grad_batches``."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
-import lightning.pytorch as pl
 from typing_extensions import override
 
-from lightning_mp.accumulation.schedule import Progress, Unit
 from lightning_mp.core.modulo_override import ModuloOverride
 
 
@@ -33,24 +30,37 @@ class _MeanStepsPerEpoch(float):
         return steps
 
 
-class ScheduledWindows(ModuloOverride):
-    """A number of micro-batches by which ``trainer.estimated_stepping_batches`` finds the steps of a whole schedule.
+class AccumulateGradBatches(ModuloOverride):
+    """A number of micro-batches, with answers of the accumulation controller to what Lightning computes by it.
 
-    Lightning computes ``ceil(batches / N) * epochs`` with the ``N`` of that moment. Python lets the right
-    operand answer the division if its class is a subclass of the left one's.
+    Lightning evaluates two conditions by modulo: ``batch_idx % N == 0`` (set the gradients to zero?) and
+    ``(batch_idx + 1) % N == 0`` (make the optimizer step?), which ``remainders`` answers. It computes the steps of a
+    run as ``ceil(batches / N) * epochs`` with the ``N`` of that moment, which ``total`` answers, where it knows it.
+    Python lets the right operand answer if its class is a subclass of the left one's. For everything else it is the
+    plain number ``N``, by which Lightning divides the loss.
 
-    >>> windows = ScheduledWindows(1, lambda: 18)
-    >>> math.ceil(20 / windows) * 2, 20 / windows, windows + 1
-    (18, 20.0, 2)
+    >>> window = AccumulateGradBatches(4, {6: 0, 7: 1}, lambda: 18)
+    >>> 6 % window, 7 % window, 12 / window, window + 1, math.ceil(20 / window) * 2
+    (0, 1, 3.0, 5, 18)
     """
 
-    _total: Callable[[], int | None] | None = None
+    _remainders: Mapping[int, int]
+    _total: Callable[[], int | None] | None
 
-    def __new__(cls, micro_batches: int, total: Callable[[], int | None] | None = None) -> Self:
+    def __new__(
+        cls,
+        micro_batches: int,
+        remainders: Mapping[int, int] | None = None,
+        total: Callable[[], int | None] | None = None,
+    ) -> Self:
         """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
-        number = super().__new__(cls, micro_batches)
-        number._total = total
-        return number
+        window = super().__new__(cls, micro_batches)
+        window._remainders, window._total = remainders or {}, total
+        return window
+
+    @override
+    def __rmod__(self, value: int) -> int:
+        return self._remainders.get(value, value % int(self))
 
     @override
     def __rtruediv__(self, value: Any) -> Any:
@@ -60,69 +70,3 @@ class ScheduledWindows(ModuloOverride):
         mean = _MeanStepsPerEpoch(quotient)
         mean._total = self._total
         return mean
-
-
-class AccumulateGradBatches(ScheduledWindows):
-    """The value of ``trainer.accumulate_grad_batches`` for one micro-batch.
-
-    Lightning evaluates two conditions by modulo: ``batch_idx % N == 0`` (set the gradients to zero?) and
-    ``(batch_idx + 1) % N == 0`` (make the optimizer step?). Python lets the right operand answer if its class is a
-    subclass of the left one's, so the answers come from the controller. For everything else it is the plain number
-    ``N``, by which Lightning divides the loss.
-
-    In a ``training_step(dataloader_iter)`` Lightning 2.6 evaluates the first one with the index of the previous batch,
-    and so clears the gradient of each window's first micro-batch; the second one with ``num_ready``.
-
-    >>> window = AccumulateGradBatches(4, batch_idx=6, opens=True, closes=False)
-    >>> 6 % window, 7 % window, 12 / window
-    (0, 1, 3.0)
-    """
-
-    _batch_idx: int
-    _num_ready: int
-    _opens: bool
-    _closes: bool
-
-    def __new__(
-        cls,
-        micro_batches: int,
-        *,
-        batch_idx: int,
-        opens: bool,
-        closes: bool,
-        num_ready: int | None = None,
-        total: Callable[[], int | None] | None = None,
-    ) -> Self:
-        """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
-        window = super().__new__(cls, micro_batches, total)
-        window._batch_idx = batch_idx
-        window._num_ready = batch_idx + 1 if num_ready is None else num_ready
-        window._opens = opens
-        window._closes = closes
-        return window
-
-    @override
-    def __rmod__(self, value: int) -> int:
-        if value == self._batch_idx:
-            return int(not self._opens)
-        if value == self._num_ready:
-            return int(not self._closes)
-        return value % int(self)
-
-
-@dataclass(frozen=True)
-class LightningWindows:
-    """The schedule of Lightning itself: ``trainer.accumulate_grad_batches``, from any source."""
-
-    has_target: ClassVar[bool] = False
-
-    trainer: "pl.Trainer"
-
-    @property
-    def units(self) -> frozenset[Unit]:
-        """Nothing is counted."""
-        return frozenset()
-
-    def micro_batches(self, progress: Progress) -> int:
-        """Length of the window that opens now."""
-        return int(self.trainer.accumulate_grad_batches)

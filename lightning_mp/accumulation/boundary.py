@@ -12,13 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
 from lightning_mp.accumulation.partial_state import mean_over_ranks, why_gradients_are_elsewhere
+from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patch, Patches
-from lightning_mp.core.run_state import RunState
-from lightning_mp.gradients.sync import Sync, gradient_sync
+from lightning_mp.gradients.sync import gradient_sync
 from lightning_mp.optimizer_step.gradient_observers import overrides
-from lightning_mp.optimizer_step.outcome import StepOutcomeSource
-from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 from lightning_mp.optimizers.evaluations import requires_closure
 
 
@@ -46,42 +44,30 @@ class AccumulationBoundary:
         self,
         trainer: "pl.Trainer",
         pl_module: "pl.LightningModule",
-        sync: Sync,
+        settings: AccumulationSettings,
         is_open: Callable[[], bool],
         close: Callable[[], None],
-        *,
-        checkpoints_wait: bool,
-        carries_over: bool = False,
     ) -> None:
         self._trainer = trainer
         self._loop = trainer.fit_loop.epoch_loop
         self._min_steps = self._loop.min_steps
-        self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, sync)
-        if checkpoints_wait:
+        self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, settings.sync)
+        if not settings.saves_partial_gradients:
             defer_checkpoints(trainer, is_open)
-        self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if carries_over else None
-        self.acts_at_ends = self._reductions is not None or carries_over
-        self.before_step: Callable[[], Any] | None = None
+        self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if settings.carries_over else None
         step_where_batches_are_declined(trainer, pl_module, is_open, self._continues, close)
         Patches.of(trainer).at_end(self._detach)
 
-    def start(self) -> None:
-        """Training starts, and every monitor is set up. With outcomes, skipped steps do not count."""
-        if StepOutcomeSource.of(self._trainer) is None:
-            # Again before each step: a fit may have been given other schedulers since the last one.
-            self.before_step = LearningRateFrequency(self._trainer, lambda: 0).attach().attach
-
-    def begin(self, *, closes: bool, last_of_epoch: bool = False) -> None:
+    def begin(self, *, closes: bool, last_of_epoch: bool) -> None:
         """A micro-batch begins; ``closes`` if the optimizer steps after it."""
         if self._carry_over is not None and last_of_epoch and not closes:
             self._carry_over.hide()
-        if self._reductions is not None:
-            self._reductions.end()  # of a micro-batch that was declined
         # Lightning leaves the loop after any micro-batch once `should_stop` is set, but not before `min_steps`.
         end = self._trainer.global_step + 1
         is_asked_for = closes or (self._min_steps is not None and self._min_steps >= end)
         self._loop.min_steps = self._min_steps if is_asked_for else end
         if self._reductions is not None:
+            self._reductions.end()  # of a micro-batch that was declined
             self._reductions.begin(closes=closes)
 
     def _continues(self) -> bool:
@@ -93,10 +79,6 @@ class AccumulationBoundary:
             self._reductions.end()
         if self._carry_over is not None:
             self._carry_over.show()
-
-    def flush_outcome(self) -> None:
-        """Makes sure that it is known whether the last step was skipped."""
-        RunState.of(self._trainer).flush()
 
     def _detach(self) -> None:
         self._loop.min_steps = self._min_steps
@@ -255,7 +237,6 @@ def _step(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
     for name, gradient in means.items():
         pl_module.get_parameter(name).grad = gradient
     batch_idx = trainer.fit_loop.epoch_loop.batch_idx
-    trainer.accumulate_grad_batches = AccumulateGradBatches(
-        int(trainer.accumulate_grad_batches), batch_idx=batch_idx, opens=False, closes=True
-    )
+    remainders = {batch_idx: 1, batch_idx + 1: 0}
+    trainer.accumulate_grad_batches = AccumulateGradBatches(int(trainer.accumulate_grad_batches), remainders)
     private_loop_api.step_without_a_batch(trainer, batch_idx, lambda: torch.zeros((), device=pl_module.device))

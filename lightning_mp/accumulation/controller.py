@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp.accumulation import windows
-from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches, LightningWindows
+from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
 from lightning_mp.accumulation.boundary import (
     AccumulationBoundary,
     another_epoch_follows,
@@ -33,7 +33,8 @@ from lightning_mp.core.trainer_ranks import data_rank, is_pipelined, num_data_ra
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.sync import reduce_first_backward
 from lightning_mp.optimizer_step.gradient_observers import overrides
-from lightning_mp.optimizer_step.outcome import StepOutcome
+from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeSource
+from lightning_mp.optimizer_step.scheduler_frequency import LearningRateFrequency
 from lightning_mp.optimizers.evaluations import requires_closure
 from lightning_mp.tokens import batch_tokens
 from lightning_mp.tokens.budget import BudgetLimiter, TokenBudget, is_spent_already
@@ -51,14 +52,13 @@ if TYPE_CHECKING:
 class _Fit:
     """What one fit has settled, and what is under way in it."""
 
-    # From the first batch on, if micro-batches are counted or weighed: how, and whether the schedule needs it.
-    weighting: Weighting | None = None
-    schedule_counts: bool = False
+    weighting: Weighting | None = None  # from the first batch on, if micro-batches are counted or weighed
     ragged: RaggedBatches | None = None  # the same, if rows are samples
     limiter: BudgetLimiter | None = None  # from the first batch of a run on a budget
     weighing: "MicroBatchWeighing | None" = None  # from the start of the fit on, if micro-batches are weighed
+    run: RunState | None = None  # while it lasts
     boundary: AccumulationBoundary | None = None
-    before_steps: list[Callable[[], None]] = field(default_factory=list)
+    before_steps: list[Callable[[], object]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
     is_in_backward: bool = False
     takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which hooks do not see before
@@ -100,7 +100,6 @@ class AccumulationController(RunCounts):
         self.losses = _nothing_known()
         self._fit = _Fit()
         self._has_fitted = False
-        self._is_plugins = False
         # Of a checkpoint, until training starts.
         self._saved_window: PartialAccumulation | None = None
 
@@ -115,7 +114,7 @@ class AccumulationController(RunCounts):
             RunState.of(trainer).place_callback(controller)
         elif controller.settings.weighting is None:
             controller.settings.constant = int(trainer.accumulate_grad_batches)
-        controller._is_plugins = False
+        controller.settings.follows_trainer = False
         if controller._has_fitted:  # another fit: what it knows of losses it learns anew, and says so
             controller._has_fitted, controller.losses = False, _nothing_known()
             controller.state = replace(controller.state, reference_items=None)
@@ -132,10 +131,8 @@ class AccumulationController(RunCounts):
         controller = cls.of(trainer)
         if controller is None or controller.settings.weighting is None:
             controller = cls.attach(trainer)
-            controller._is_plugins = True
             # A pipeline's loss is on its last stage only: there the batch says what the loss averages over.
             controller.settings.weighting = Weighting("auto" if is_pipelined(trainer) else None)
-            controller.settings.schedule = LightningWindows(trainer)
             controller.settings.follows_trainer = True
         controller.settings.weighs_by_loss = True
         return controller
@@ -145,7 +142,7 @@ class AccumulationController(RunCounts):
     @property
     def budget(self) -> TokenBudget | None:
         """Where the run ends as planned now; None without a budget."""
-        return windows.current_budget(self.settings, self.state)
+        return self.state.budget(self.settings.budget)
 
     @property
     @override
@@ -190,7 +187,7 @@ class AccumulationController(RunCounts):
         if self._fit.weighing is not None:
             self._fit.weighing.weigh_equally(why)
 
-    def before_each_step(self, function: Callable[[], None]) -> None:
+    def before_each_step(self, function: Callable[[], object]) -> None:
         """Calls ``function`` in this fit before each optimizer step, also one that is skipped.
 
         The step's window is closed and counted by then. It may be called more than once for a step.
@@ -216,14 +213,9 @@ class AccumulationController(RunCounts):
         if self.settings.weighting is not None:
             self._start_weighing(trainer, pl_module)
         if self.settings.weighting is not None and not self.settings.follows_trainer:
+            self._fit.run = RunState.of(trainer)
             self._fit.boundary = AccumulationBoundary(
-                trainer,
-                pl_module,
-                self.settings.sync,
-                lambda: self.is_open,
-                lambda: setattr(self, "state", windows.close_early(self.state)),
-                checkpoints_wait=not self.settings.saves_partial_gradients,
-                carries_over=self.settings.carries_over,
+                trainer, pl_module, self.settings, lambda: self.is_open, self._close_early
             )
 
     def _start_weighing(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
@@ -244,12 +236,11 @@ class AccumulationController(RunCounts):
         """Continues a window that was saved open; ends a resumed run immediately if its budget is spent."""
         if self.settings.follows_trainer:
             self.state = self.state.in_layout(DataLayout.of(trainer))
-        boundary = self._fit.boundary
-        if boundary is None:
+        if self._fit.boundary is None:
             return
-        boundary.start()
-        if boundary.before_step is not None:
-            self.before_each_step(boundary.before_step)
+        if StepOutcomeSource.of(trainer) is None:
+            # Skipped steps are not known. Before each step: a fit may have been given other schedulers since the last.
+            self.before_each_step(LearningRateFrequency(trainer, lambda: 0).attach().attach)
         before, layout = self.state.layout, DataLayout.of(trainer)
         growth = layout.ratio_to(before) if before not in (None, layout) else None
         self.state = self.state.in_layout(layout)
@@ -262,7 +253,7 @@ class AccumulationController(RunCounts):
         if growth is not None:
             self.counter.forget_sizes()
         if saved is not None:
-            if growth is not None and self.settings.schedule is not None and self.settings.schedule.has_target:
+            if growth is not None and isinstance(self.settings.schedule, TargetBatch):
                 saved = saved.resized(growth)
             saved.restore_gradients(trainer, pl_module)
             totals = saved.totals_of_rank(is_global_zero=trainer.is_global_zero, same_layout=growth is None)
@@ -270,7 +261,7 @@ class AccumulationController(RunCounts):
 
     def end_at(self, tokens: int) -> None:
         """Ends this fit on n tokens, in place of its budget if it has one; from the next micro-batch on."""
-        self.state = windows.end_at(self.state, tokens)
+        self.state = replace(self.state, end_tokens=tokens)
         assert self.budget is not None
         is_spent = is_spent_already(self.budget, self.counter, 0, None, had_ended=False)
         self.state = replace(self.state, budget_reached=is_spent)
@@ -292,7 +283,7 @@ class AccumulationController(RunCounts):
             if not pl_module.automatic_optimization:
                 return
             if index % int(trainer.accumulate_grad_batches) == 0 or self.state.window.totals is None:
-                self.state = windows.close_early(self.state)
+                self._close_early()
         is_first = fit.weighting is None and not fit.takes_iterator
         if is_first and (settings.weighting.weight_by is not None or not settings.follows_trainer):
             self._inspect_first_batch(trainer, pl_module, batch)
@@ -303,7 +294,7 @@ class AccumulationController(RunCounts):
             measure = fit.weighting.measure(batch)
             if fit.ragged is not None and fit.weighting.takes_rows(batch):
                 fit.ragged.look(batch)
-            budget = None if settings.budget is None and self.state.end_tokens is None else self.budget
+            budget = self.budget
             if budget is not None:
                 if fit.limiter is None:
                     ranks = data_rank(trainer), num_data_ranks(trainer)
@@ -311,16 +302,17 @@ class AccumulationController(RunCounts):
                 totals = self.state.window.totals if self.state.window.is_open else None
                 measure, ends_run = fit.limiter.limit(budget, totals, self.state.window.position, measure, batch)
         ends_epoch = trainer.is_last_batch or index + 1 >= trainer.num_training_batches
-        another_follows = settings.carries_over and another_epoch_follows(trainer)
-        micro_batch = MicroBatch(measure, ends_run, ends_epoch, another_follows, is_repeated=trainer.current_epoch > 0)
+        closes = ends_epoch and not (settings.carries_over and another_epoch_follows(trainer))
+        micro_batch = MicroBatch(measure, ends_run, closes, is_repeated=trainer.current_epoch > 0)
         if opens:
-            progress = Progress(epoch=trainer.current_epoch, step=trainer.global_step)
-            if fit.schedule_counts:
-                progress = self.state.counted(progress, self.counter)
-            self.state = windows.open_window(settings, self.state, progress)
+            planned = int(trainer.accumulate_grad_batches) if settings.follows_trainer else settings.constant
+            if settings.schedule is not None:
+                progress = Progress(trainer.current_epoch, trainer.global_step)
+                planned = settings.schedule.micro_batches(self.state.counted(progress, self.counter))
+            self.state = windows.open_window(self.state, planned)
             if is_first and isinstance(settings.schedule, TargetBatch):
                 self._report_target(settings.schedule.counted)
-        self.state = windows.begin_micro_batch(settings, self.state, micro_batch)
+        self.state = windows.begin_micro_batch(self.state, micro_batch)
         if fit.weighing is not None:
             fit.weighing.may_meet = True
         self._set_lightnings_window(trainer, batch_idx, opens=opens, ends_epoch=ends_epoch)
@@ -340,9 +332,10 @@ class AccumulationController(RunCounts):
             closes = num_ready % planned == 0
         elif fit.boundary is not None:
             fit.boundary.begin(closes=closes, last_of_epoch=ends_epoch)
-        trainer.accumulate_grad_batches = AccumulateGradBatches(
-            planned, batch_idx=batch_idx, num_ready=num_ready, opens=opens, closes=closes, total=settings.total_steps
-        )
+        # In a `training_step(dataloader_iter)` Lightning 2.6 finds out with the index of the previous batch whether the
+        # window opens, and so clears the gradient of its first micro-batch; with `num_ready` whether it closes.
+        remainders = {num_ready: int(not closes), batch_idx: int(not opens)}
+        trainer.accumulate_grad_batches = AccumulateGradBatches(planned, remainders, settings.total_steps)
 
     @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
@@ -409,10 +402,10 @@ class AccumulationController(RunCounts):
         self._fit.is_in_backward = False
         if self._fit.weighing is not None and self._fit.weighing.watches_gradients:
             self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
-        if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
+        if self._fit.boundary is not None:
             self._fit.boundary.end()
         assert self.state.micro_batch is not None
-        if self.state.micro_batch.ends_run and self._is_spent():
+        if self.state.micro_batch.ends_run and self._is_spent(trainer):
             self.state = replace(self.state, budget_reached=True)
             trainer.should_stop = True
 
@@ -439,9 +432,10 @@ class AccumulationController(RunCounts):
             trainer.accumulate_grad_batches = self.settings.idle_value()
         if self._fit.limiter is not None:
             self._fit.limiter.restore_labels()
-        self.settings = AccumulationSettings(self.settings.constant)
+        self.settings = AccumulationSettings(self.settings.constant, follows_trainer=self.settings.follows_trainer)
         self._fit, self._has_fitted = _Fit(), True
-        self.state = replace(windows.close_early(self.state), micro_batch=None)
+        self._close_early()
+        self.state = replace(self.state, micro_batch=None)
 
     # -- a micro-batch that runs in parts ------------------------------------------------------------------------------
 
@@ -551,6 +545,9 @@ class AccumulationController(RunCounts):
             function()
         return factor
 
+    def _close_early(self) -> None:
+        self.state = windows.close_early(self.state)
+
     # -- what a micro-batch needs of its Trainer -----------------------------------------------------------------------
 
     @property
@@ -575,7 +572,6 @@ class AccumulationController(RunCounts):
                 " loss is a mean over, or put a tensor with one row per sample first.",
             )
         units = settings.schedule.units if settings.schedule is not None else frozenset()
-        fit.schedule_counts = not units <= {"epoch", "step"}
         if self.state.lacks_sizes(units):
             samples, tokens = trainer.strategy.broadcast(weighting.size(batch, units))
             ranks = self._num_data_ranks
@@ -588,12 +584,11 @@ class AccumulationController(RunCounts):
             f" of the run, which has {size:,} {counted}s over all ranks."
         )
 
-    def _is_spent(self) -> bool:
+    def _is_spent(self, trainer: "pl.Trainer") -> bool:
         """Whether the budget is spent for good: if skipped tokens are to be made up for, the last step must count."""
         if self.budget is None or not self.budget.makes_up_for_skips:
             return True
-        if self._fit.boundary is not None:
-            self._fit.boundary.flush_outcome()
+        RunState.of(trainer).flush()
         self.counter.flush_pending()
         return not self.counter.last_window_was_skipped
 
@@ -602,12 +597,11 @@ class AccumulationController(RunCounts):
     @override
     def state_dict(self) -> dict[str, Any]:
         """The token counter and how far the run is; nothing where a plugin alone has it weigh, which saves that."""
-        if self._is_plugins:
+        if self.settings.follows_trainer:
             return {}
-        if self._fit.boundary is not None:
-            self._fit.boundary.flush_outcome()
-        weights = self.weights_state()
-        return {"counter": self.counter.state_dict()} | self.state.state_dict() | {"losses": weights["losses"]}
+        if self._fit.run is not None:
+            self._fit.run.flush()
+        return {"counter": self.counter.state_dict()} | self.state.state_dict() | self.weights_state()
 
     @override
     def on_save_checkpoint(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import Literal, get_args
 
 Unit = Literal["epoch", "step", "sample", "token"]
 Ramp = Literal["stepped", "linear"]
@@ -28,21 +28,6 @@ class Progress:
         return {"epoch": self.epoch, "step": self.step, "sample": self.samples, "token": self.tokens}[unit]
 
 
-class WindowSchedule(Protocol):
-    """Says how long the window is that opens now."""
-
-    has_target: ClassVar[bool]  # whether it targets a batch of some size, however many micro-batches that takes
-
-    @property
-    def units(self) -> frozenset[Unit]:
-        """What is counted for it."""
-        ...
-
-    def micro_batches(self, progress: Progress) -> int:
-        """The number of micro-batches, 1 or more."""
-        ...
-
-
 @dataclass(frozen=True)
 class Thresholds:
     """Micro-batches by threshold: the entry with the largest threshold that is not above the position; else 1.
@@ -51,8 +36,6 @@ class Thresholds:
     >>> [schedule.micro_batches(Progress(step=step)) for step in (0, 2, 4, 5)]
     [1, 4, 4, 8]
     """
-
-    has_target: ClassVar[bool] = False
 
     table: Mapping[int, int]
     unit: Unit = "epoch"
@@ -84,8 +67,6 @@ class TargetBatch:
     >>> [schedule.micro_batches(Progress(step=step, micro_batch_samples=8)) for step in (0, 500, 1000, 2000)]
     [4, 6, 8, 8]
     """
-
-    has_target: ClassVar[bool] = True
 
     targets: Mapping[int, int]
     counted: Literal["sample", "token"]
@@ -121,6 +102,10 @@ class TargetBatch:
         """Length of the window that opens now."""
         size = progress.micro_batch_samples if self.counted == "sample" else progress.micro_batch_tokens
         return max(1, math.floor(self.target(progress) / max(size, 1) + 0.5))
+
+
+#: Says how long the window is that opens now.
+WindowSchedule = Thresholds | TargetBatch
 
 
 def estimate_steps(

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.accumulation.accumulate_grad_batches import ScheduledWindows
+from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
 from lightning_mp.accumulation.schedule import Unit, WindowSchedule
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.tokens.budget import TokenBudget
@@ -72,7 +72,8 @@ class AccumulationSettings:
 
     def idle_value(self) -> int:
         """The value of ``trainer.accumulate_grad_batches`` where no window is open."""
-        return self.constant if self.total_steps is None else ScheduledWindows(self.constant, self.total_steps)
+        total = self.total_steps
+        return self.constant if total is None else AccumulateGradBatches(self.constant, total=total)
 
     def weigh(self, weight_by: WeightBy | None, count: CountFunction | None, **counts: Any) -> None:
         """Micro-batches are weighted, or counted, as one more callback requests: see :meth:`Weighting.joined_by`."""

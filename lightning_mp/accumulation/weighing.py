@@ -35,14 +35,14 @@ class MicroBatchWeighing:
     """
 
     def __init__(self, trainer: "pl.Trainer", settings: AccumulationSettings, losses: LossWeights) -> None:
-        self._trainer, self._settings, self._losses = trainer, settings, losses
-        requested = settings.weighting
+        self._trainer, self._losses, requested = trainer, losses, settings.weighting
         assert requested is not None
         by_hand = requested.weight_by not in (None, "auto") or requested.count_weighs
+        self._is_only_counted = requested.weight_by is None
         self.source: Source = None
-        if by_hand or (requested.weight_by is not None and is_pipelined(trainer)):
+        if by_hand or (is_pipelined(trainer) and not self._is_only_counted):
             self.source = "batch"
-        elif (requested.weight_by is not None or settings.weighs_by_loss) and not is_pipelined(trainer):
+        elif (settings.weighs_by_loss or not self._is_only_counted) and not is_pipelined(trainer):
             self.source = "loss"
         if self.source == "batch" and settings.follows_trainer:
             rank_zero_info(
@@ -50,7 +50,6 @@ class MicroBatchWeighing:
                 " the stages of a pipeline do not see what a loss is a mean over."
             )
         self._is_own_count = requested.count_weighs
-        self._name = "count=" if requested.count_weighs else "their target tokens"
         self._left = _CHECKED_LOSSES if by_hand else 0
         self._first: tuple[float, float] | None = None  # of the losses that are checked: what it counts, and its weight
         self.watches_gradients = self.source == "loss"  # until the second micro-batch of a window has been weighed
@@ -148,9 +147,10 @@ class MicroBatchWeighing:
 
     def normalisation(self, state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
         """By what the gradient of a window is multiplied, whose totals over all ranks these are; None if that is 1."""
-        if self.is_equal:
-            return windows.mean_of_losses(self._settings, state, totals, num_ranks)
-        return windows.normalisation(state, totals, num_ranks) if self.source is not None else None
+        if self.source is None:
+            return None
+        is_lightnings = self.is_equal and self._is_only_counted
+        return windows.normalisation(state, totals, num_ranks, is_equal=self.is_equal, is_lightnings=is_lightnings)
 
     def close_window(self, state: AccumulationState, totals: HostCopy) -> AccumulationState:
         """A window is over; ``totals`` are those over all ranks. What they show is said now, if they are here."""
@@ -176,17 +176,14 @@ class MicroBatchWeighing:
     def _meet(self, state: AccumulationState, reading: Items | Unknown) -> AccumulationState:
         """Ranks settle the weights of micro-batches with their first losses."""
         self.may_meet = False
-        if isinstance(reading, Items):
-            known = [replace(m, total=float(m.total), is_even=bool(m.is_even)) for m in reading.means]
-            reading = Items(tuple(known), reading.form, reading.has_zero)
-        readings = all_gathered(reading)
+        readings = all_gathered(reading.on_host() if isinstance(reading, Items) else reading)
         line = self._losses.settle(readings)
         if line:
             rank_zero_info(line)
-        totals = [float(r.means[0].total) for r in readings if isinstance(r, Items) and r.means]
-        if not totals or self.is_equal:
+        if self._losses.first is None or self.is_equal:
             return state
-        return replace(state, reference_items=max(totals) or 1.0)
+        totals = [float(one.means[0].total) for one in readings if isinstance(one, Items) and one.means]
+        return replace(state, reference_items=max(totals))
 
     def _check(self, loss: Tensor, items: Number, weighting: Weighting) -> None:
         """Warns once if the first losses are means over another number than the chosen one."""
@@ -198,9 +195,9 @@ class MicroBatchWeighing:
         counted, weight = float(reading.means[0].total), float(items)  # type: ignore[union-attr]
         first = self._first = self._first or (counted, weight)
         if abs(counted * first[1] - weight * first[0]) > 1e-6 * abs(counted * first[1]):
-            self._left = 0
+            self._left, name = 0, "count=" if self._is_own_count else "their target tokens"
             _warn(
-                f"Gradient accumulation: micro-batches are weighted by {self._name}, {first[1]:g} and {weight:g} in two"
+                f"Gradient accumulation: micro-batches are weighted by {name}, {first[1]:g} and {weight:g} in two"
                 f" of them, but their losses average over {first[0]:g} and {counted:g}. To weight by what the loss"
                 " averages over, use weight_by='auto' without count=."
             )

@@ -6,13 +6,12 @@
     begin_micro_batch    it is counted, and trimmed where the budget ends in it: does the optimizer step after it?
     weigh_micro_batch    its loss is here: what it weighs in the mean of its window; or weigh_nothing, weigh_equally
     add_micro_batch      backward of its loss begins
-    normalisation        by what the window's gradient is multiplied; with equal weights mean_of_losses
+    normalisation        by what the window's gradient is multiplied
     take_totals          the optimizer steps with the window's gradient
     end_micro_batch      it is over: the window is closed, or stays open
 
     close_early          the window closes between two micro-batches
     resume_window        a checkpoint was written within a window
-    end_at               the run is to end elsewhere
 
 The accumulation controller calls them. A checkpoint holds the run's own numbers; those of an open window are saved with
 its gradient (:class:`lightning_mp.accumulation.partial_state.PartialAccumulation`), because without that the window is
@@ -28,7 +27,6 @@ import torch
 from torch import Tensor
 
 from lightning_mp.accumulation.schedule import Progress
-from lightning_mp.accumulation.settings import AccumulationSettings
 from lightning_mp.core.saved_state import COUNT, FLAG, POSITIVE, checked_state, or_none
 from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.tokens.budget import TokenBudget
@@ -76,12 +74,10 @@ class MicroBatch:
 
     measure: Measure  # its items and tokens on this rank, after it was trimmed
     ends_run: bool = False  # the token budget ends in it
-    ends_epoch: bool = False  # it is the last of its epoch
-    another_epoch_follows: bool = False  # and that epoch is not the last of the run
+    ends_epoch: bool = False  # it is the last of its epoch, and its window does not continue in the next one
     is_repeated: bool = False  # it is not of the first epoch
     is_known: bool | Tensor = True  # what it weighs; a tensor where the host would have to wait for it
     factor: float | Tensor = 1.0  # of its loss, in addition to Lightning's division
-    is_weighed: bool = False  # that factor is relative to `reference_items`
     part: Part | None = None  # the part of it that runs, if it runs in parts
     is_counted: bool = False  # a part of it has come to backward, and its tokens count
     parts_factor: float | Tensor = 0.0  # that of the whole, from those of the parts so far
@@ -127,6 +123,12 @@ class AccumulationState:
         """Whether a schedule in these units needs the size of a micro-batch, and it is not known."""
         return bool(units & {"sample", "token"}) and not self.micro_batch_samples and not self.micro_batch_tokens
 
+    def budget(self, planned: TokenBudget | None) -> TokenBudget | None:
+        """The budget on which the run ends, if there is one: the planned one, which ``end_tokens`` may have moved."""
+        if self.end_tokens is None:
+            return planned
+        return TokenBudget(self.end_tokens, "ceil") if planned is None else replace(planned, tokens=self.end_tokens)
+
     def counted(self, progress: Progress, counter: TokenCounter) -> Progress:
         """With the samples and tokens of a run, for a schedule that counts them."""
         return replace(
@@ -169,26 +171,15 @@ WHOLE = Part(1, None, 1.0, losses_add_up=False)
 NOTHING = Part(0, None, 0.0, losses_add_up=False)
 
 
-def open_window(settings: AccumulationSettings, state: AccumulationState, progress: Progress) -> AccumulationState:
-    """The state in which a micro-batch finds an open window: the one that is open, or else a new one.
-
-    >>> state = open_window(AccumulationSettings(constant=4), AccumulationState(), Progress())
-    >>> state.window.planned, state.window.position
-    (4, 0)
-    """
-    if state.window.is_open:
-        return state
-    planned = settings.constant if settings.schedule is None else settings.schedule.micro_batches(progress)
+def open_window(state: AccumulationState, planned: int) -> AccumulationState:
+    """The state in which a micro-batch finds a new window of so many micro-batches."""
     return replace(state, window=Window(planned, totals=AccumulationTotals()))
 
 
-def begin_micro_batch(
-    settings: AccumulationSettings, state: AccumulationState, micro_batch: MicroBatch
-) -> AccumulationState:
+def begin_micro_batch(state: AccumulationState, micro_batch: MicroBatch) -> AccumulationState:
     """The state while a micro-batch runs: it closes its window if that is full, or if nothing comes after it."""
     window = state.window
-    goes_on = settings.carries_over and micro_batch.another_epoch_follows
-    closes = micro_batch.ends_run or (micro_batch.ends_epoch and not goes_on) or window.position + 1 >= window.planned
+    closes = micro_batch.ends_run or micro_batch.ends_epoch or window.position + 1 >= window.planned
     return replace(state, window=replace(window, closes=closes), micro_batch=micro_batch)
 
 
@@ -240,22 +231,9 @@ def resume_window(
     return replace(state, window=Window(planned, position, is_open=True, totals=totals))
 
 
-def current_budget(settings: AccumulationSettings, state: AccumulationState) -> TokenBudget | None:
-    """The budget on which the run ends, if there is one: that of its settings, or the one of :func:`end_at`."""
-    budget, tokens = settings.budget, state.end_tokens
-    if tokens is None:
-        return budget
-    return TokenBudget(tokens, "ceil") if budget is None else replace(budget, tokens=tokens)
-
-
-def end_at(state: AccumulationState, tokens: int) -> AccumulationState:
-    """The run ends on n tokens, in place of its budget if it has one; whether they are reached is not known."""
-    return replace(state, end_tokens=tokens, budget_reached=False)
-
-
 def is_single_micro_batch_step(state: AccumulationState) -> bool:
     """Whether the current micro-batch is the whole step: its loss is the mean already, and nothing is multiplied."""
-    if state.window.planned != 1 or state.window.is_split or state.micro_batch is None or state.micro_batch.is_weighed:
+    if state.window.planned != 1 or state.window.is_split or state.micro_batch is None:
         return False
     return (state.layout is None or state.layout.data_ranks == 1) and state.micro_batch.measure.divisor is None
 
@@ -273,8 +251,7 @@ def weigh_micro_batch(
     assert state.micro_batch is not None
     assert state.window.totals is not None
     assert state.reference_items is not None
-    micro_batch, totals, reference = state.micro_batch, state.window.totals, state.reference_items
-    part = micro_batch.part or WHOLE
+    part, totals, reference = state.micro_batch.part or WHOLE, state.window.totals, state.reference_items
     if part.losses_add_up and divisor is None:
         items = items * part.share  # each loss shows what the whole counts
     if totals.device[UNKNOWN] is not None or totals.host[UNKNOWN]:
@@ -290,57 +267,50 @@ def weigh_micro_batch(
             divisor = None if divisor is None else torch.where(is_known, divisor, mean)
         else:
             items, divisor = mean, None
-    measure = replace(micro_batch.measure, items=items, divisor=divisor)
     factor = (items / (part.share if part.losses_add_up else 1.0) if divisor is None else divisor) / reference
-    weighed = replace(micro_batch, measure=measure, is_known=is_known, factor=factor, is_weighed=True)
-    return replace(state, micro_batch=weighed)
+    return _weighed(state, items, factor, is_known)
 
 
 def weigh_nothing(state: AccumulationState) -> AccumulationState:
     """The current micro-batch has no items, and its gradient is 0; so is the weight of a part in what is logged."""
-    assert state.micro_batch is not None
-    measure = replace(state.micro_batch.measure, items=0.0, divisor=None)
-    factor = 1.0 if state.micro_batch.part is None else 0.0
-    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor))
+    return _weighed(state, 0.0, 1.0 if state.micro_batch is None or state.micro_batch.part is None else 0.0)
 
 
 def weigh_equally(state: AccumulationState, *, is_known: bool = True) -> AccumulationState:
     """The current micro-batch weighs as much as every other one, and its loss is left to Lightning."""
     assert state.micro_batch is not None
     part = state.micro_batch.part or WHOLE
-    measure = replace(state.micro_batch.measure, items=part.share, divisor=None)
-    factor = 1.0 if part.losses_add_up else part.share
+    return _weighed(state, part.share, 1.0 if part.losses_add_up else part.share, is_known)
+
+
+def _weighed(
+    state: AccumulationState, items: float | Tensor, factor: float | Tensor, is_known: bool | Tensor = True
+) -> AccumulationState:
+    assert state.micro_batch is not None
+    measure = replace(state.micro_batch.measure, items=items)
     return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor, is_known=is_known))
 
 
-def normalisation(state: AccumulationState, totals: Tensor, num_ranks: int) -> Tensor | None:
-    """By what the gradient of the window is multiplied to be the exact mean, a scalar tensor; None if that is 1."""
-    local = state.window.totals
-    assert local is not None
-    if is_single_micro_batch_step(state) or state.reference_items is None:
-        return None
-    expected = num_ranks * state.reference_items * state.window.planned
-    if num_ranks == 1 and local.device[ITEMS] is None and local.host[ITEMS] == expected:
-        return None
-    return torch.where(totals[ITEMS] > 0, expected / torch.where(totals[ITEMS] > 0, totals[ITEMS], 1.0), 1.0)
-
-
-def mean_of_losses(
-    settings: AccumulationSettings, state: AccumulationState, totals: Tensor, num_ranks: int
+def normalisation(
+    state: AccumulationState, totals: Tensor, num_ranks: int, *, is_equal: bool, is_lightnings: bool
 ) -> Tensor | None:
-    """The same with equal weights: the gradient is the mean over the micro-batches that had a loss.
+    """By what the gradient of the window is multiplied to be the exact mean, a scalar tensor; None if that is 1.
 
-    In Lightning's own windows only what Lightning does not do is made up for: ranks without a loss are left out, but a
-    short window stays divided by the length of a full one.
+    If weights are equal, that is the mean over the micro-batches that had a loss. Where only what Lightning does not do
+    is to be made up for, ranks without a loss are left out, but a short window stays divided by the length of a full
+    one.
     """
     local, micro_batches = state.window.totals, float(state.window.planned)
     assert local is not None
-    if settings.weighting is None or settings.weighting.weight_by is None:
-        micro_batches = state.window.position + 1 if num_ranks > 1 else local.host[LOSSES]
-    if num_ranks == 1 and local.host[LOSSES] == micro_batches:
+    entry, reference = (LOSSES, 1.0) if is_equal else (ITEMS, state.reference_items)
+    if reference is None or (not is_equal and is_single_micro_batch_step(state)):
         return None
-    losses = totals[LOSSES]
-    return torch.where(losses > 0, num_ranks * micro_batches / torch.where(losses > 0, losses, 1.0), 1.0)
+    if is_lightnings:
+        micro_batches = state.window.position + 1 if num_ranks > 1 else local.host[LOSSES]
+    expected = num_ranks * reference * micro_batches
+    if num_ranks == 1 and local.device[entry] is None and local.host[entry] == expected:
+        return None
+    return torch.where(totals[entry] > 0, expected / totals[entry], 1.0)
 
 
 def next_reference(state: AccumulationState, items: float, losses: float) -> AccumulationState:

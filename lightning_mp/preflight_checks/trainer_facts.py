@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor, nn
 
-from lightning_mp.accumulation.schedule import Progress, estimate_steps
+from lightning_mp.accumulation.schedule import Progress, TargetBatch, estimate_steps
 from lightning_mp.core import private_trainer_api
 from lightning_mp.core.precisions import PRECISIONS, PrecisionSpec, find_precision
 from lightning_mp.core.private_dispatch_api import holds_compiled_code
@@ -286,7 +286,7 @@ def budget_of(trainer: "pl.Trainer", module: "pl.LightningModule", batch: Any) -
     scheduler: Any = next((one for one in callbacks_of(trainer) if hasattr(one, "scheduling")), None)
     schedule = getattr(scheduler, "windows", None)
     window = None
-    if schedule is not None and schedule.has_target:
+    if isinstance(schedule, TargetBatch):
         samples, input_tokens = weighting.size(batch, schedule.units)
         sizes = {"micro_batch_samples": samples * ranks, "micro_batch_tokens": input_tokens * ranks}
         window = max(schedule.micro_batches(Progress(at, at, at, at, **sizes)) for at in schedule.targets)

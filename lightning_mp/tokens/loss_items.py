@@ -50,6 +50,11 @@ class Items:
     has_zero: bool = False  # something in it is multiplied by 0
     divisor: Number | None = None  # what sums of cross-entropies are divided by, if their targets are counted instead
 
+    def on_host(self) -> "Items":
+        """The same, for all ranks; waits for the device."""
+        means = (replace(mean, total=float(mean.total), is_even=bool(mean.is_even)) for mean in self.means)
+        return replace(self, means=tuple(means), divisor=None)
+
 
 @dataclass(frozen=True, slots=True)
 class Unknown:

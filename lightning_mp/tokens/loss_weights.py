@@ -36,13 +36,12 @@ class LossWeights:
     def __init__(self) -> None:
         self.first: Items | None = None  # the first loss that counted something; its numbers are the host's
         self.is_equal = False  # micro-batches have equal weights for the rest of the fit
-        self._many = 0  # means that decide in the first loss
         self._forms: dict[tuple[str, ...], float] = {}  # the factors of the means that decide, by how a loss is built
 
     def settle(self, readings: Sequence[Items | Unknown]) -> str:
         """Settles it with the first losses of all ranks; returns a message about it, empty if no loss counts anything.
 
-        Waits for the device. Call it again with the next losses while :attr:`first` is None.
+        Their numbers are the host's. Call it again with the next losses while :attr:`first` is None.
         """
         first: Items | None = None
         for reading in readings:
@@ -53,16 +52,14 @@ class LossWeights:
             first = reading if first is None and counts else first
         if first is None:
             return ""
-        means = [Mean(m.kind, float(m.total), m.factor, m.parts, bool(m.is_even)) for m in first.means]
-        self.first = Items(tuple(means), first.form, first.has_zero)
-        self._many = sum(mean.kind == means[0].kind for mean in means)
-        _, is_known, why = self.of(self.first)
+        self.first = first
+        _, is_known, why = self.of(first)
         if not is_known:
             return self.weigh_equally(why)
-        kinds = ", ".join(dict.fromkeys(mean.kind for mean in means))
+        kinds = ", ".join(dict.fromkeys(mean.kind for mean in first.means))
         return (
             f"Gradient accumulation: micro-batches are weighted by what their losses are means over ({kinds}),"
-            f" {_numbers(self.first)} in the first one."
+            f" {_numbers(first)} in the first one."
         )
 
     def weigh_equally(self, why: str) -> str:
@@ -102,7 +99,7 @@ class LossWeights:
             return main.total, True, ""
         before = self._forms.get(reading.form)
         if before is None:
-            if many != self._many:
+            if many != sum(mean.kind == first.means[0].kind for mean in first.means):
                 before = next(iter(self._forms.values()))
             else:
                 before = self._forms[reading.form] = factor
@@ -149,7 +146,6 @@ class LossWeights:
             "totals": [float(mean.total) for mean in first.means],
             "parts": [mean.parts for mean in first.means],
             "has_zero": first.has_zero,
-            "many": self._many,
             "forms": {" ".join(form): factor for form, factor in self._forms.items()},
         }
 
@@ -161,14 +157,13 @@ class LossWeights:
             "totals": listed_of(AMOUNT, means),
             "parts": listed_of(POSITIVE, means),
             "has_zero": FLAG,
-            "many": AMOUNT,
             "forms": named(NUMBER),
         }
         state = checked_state(saved, kinds, "the weights of micro-batches")
         entries = zip(state["kinds"], state["totals"], state["parts"], strict=True)
         first = tuple(Mean(kind, total, parts=parts) for kind, total, parts in entries)
         self.first = Items(first, has_zero=state["has_zero"]) if first else None
-        self.is_equal, self._many = state["is_equal"], state["many"]
+        self.is_equal = state["is_equal"]
         self._forms = {tuple(form.split()): factor for form, factor in state["forms"].items()}
 
 

@@ -100,11 +100,7 @@ class Run:
 
     def __init__(self, plan: Plan, saved_at: int | None = None) -> None:
         self.plan = plan
-        self.settings = AccumulationSettings(
-            schedule=Thresholds(plan.schedule, "step"),
-            carries_over=plan.carry_over,
-            budget=None if plan.budget is None else TokenBudget(plan.budget),
-        )
+        self.budget = None if plan.budget is None else TokenBudget(plan.budget)
         self.state = AccumulationState()
         self.steps: list[list[int]] = []
         self.weights: list[list[float]] = []
@@ -114,7 +110,7 @@ class Run:
             if place == saved_at:
                 self._resume()
             if plan.moved is not None and place == plan.moved[0]:
-                self.state = transitions.end_at(self.state, self.spent + plan.moved[1])
+                self.state = replace(self.state, end_tokens=self.spent + plan.moved[1])
             self._micro_batch(epoch, size, is_last=is_last)
             is_told = plan.stop_after is not None and place + 1 >= plan.stop_after
             assert self.state.micro_batch is not None
@@ -126,17 +122,17 @@ class Run:
         return sum(map(sum, self.steps)) + sum(self._window)
 
     def _micro_batch(self, epoch: int, size: int, *, is_last: bool) -> None:
-        self.state = transitions.open_window(self.settings, self.state, Progress(epoch=epoch, step=len(self.steps)))
+        if not self.state.window.is_open:
+            planned = Thresholds(self.plan.schedule, "step").micro_batches(Progress(epoch=epoch, step=len(self.steps)))
+            self.state = transitions.open_window(self.state, planned)
         tokens, ends_run = size, False
-        budget = transitions.current_budget(self.settings, self.state)
+        budget = self.state.budget(self.budget)
         if budget is not None:
             split = split_last_batch([size], budget.tokens - self.spent, budget.landing, largest_micro_batch=9)
             (tokens,), ends_run = split.keep_tokens, split.is_last
         measure = Measure(items=tokens, tokens=tokens, input_tokens=tokens, most_tokens=tokens)
-        follows = epoch + 1 < len(self.plan.epochs)
-        self.state = transitions.begin_micro_batch(
-            self.settings, self.state, MicroBatch(measure, ends_run, is_last, follows)
-        )
+        ends_epoch = is_last and not (self.plan.carry_over and epoch + 1 < len(self.plan.epochs))
+        self.state = transitions.begin_micro_batch(self.state, MicroBatch(measure, ends_run, ends_epoch))
         self._window.append(tokens)
         if tokens:
             if self.state.reference_items is None:
@@ -164,7 +160,7 @@ class Run:
         self._window, self._factors = [], []
 
     def _resume(self) -> None:
-        """A checkpoint, read into a new state; ``end_at`` is asked for again by whoever has asked before."""
+        """A checkpoint, read into a new state; ``end_tokens`` is asked for again by whoever has asked before."""
         before = self.state
         self.state = replace(AccumulationState.read(before.state_dict()), end_tokens=before.end_tokens)
         if before.window.is_open:
@@ -200,23 +196,20 @@ def test_a_run_goes_on_from_a_saved_state_as_if_it_had_not_stopped(plan: Plan, s
 
 def test_a_window_that_closes_early_is_followed_by_a_new_one() -> None:
     """``on_train_batch_start`` returned -1 after two of four micro-batches."""
-    settings = AccumulationSettings(constant=4)
     state = AccumulationState(window=Window(4, position=2, is_open=True, totals=AccumulationTotals(2)))
-    state = transitions.open_window(settings, transitions.close_early(state), Progress())
+    state = transitions.open_window(transitions.close_early(state), 4)
     assert (state.window.planned, state.window.position, state.window.is_open) == (4, 0, False)
     assert state.window.totals is not None
     assert state.window.totals.micro_batches == 0
 
 
 def test_the_end_of_a_run_can_be_moved_with_and_without_a_budget() -> None:
-    budgeted = AccumulationSettings(budget=TokenBudget(100, "floor", makes_up_for_skips=True))
-    reached = AccumulationState(budget_reached=True)
-    moved = transitions.end_at(reached, 60)
-    assert not moved.budget_reached
-    assert transitions.current_budget(budgeted, reached) == budgeted.budget
-    assert transitions.current_budget(budgeted, moved) == TokenBudget(60, "floor", makes_up_for_skips=True)
-    assert transitions.current_budget(AccumulationSettings(), moved) == TokenBudget(60, "ceil")
-    assert transitions.current_budget(AccumulationSettings(), reached) is None
+    budget = TokenBudget(100, "floor", makes_up_for_skips=True)
+    planned, moved = AccumulationState(), AccumulationState(end_tokens=60)
+    assert planned.budget(budget) == budget
+    assert moved.budget(budget) == TokenBudget(60, "floor", makes_up_for_skips=True)
+    assert moved.budget(None) == TokenBudget(60, "ceil")
+    assert planned.budget(None) is None
 
 
 # -- nobody changes what is decided ------------------------------------------------------------------------------------
