@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_mp.accumulation.partial_state import why_gradients_are_elsewhere
 from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit, estimate_steps
+from lightning_mp.accumulation.windows import DataLayout
 from lightning_mp.callbacks._common import CountUse, check_counts
 from lightning_mp.callbacks._window_controller import join_window_controller
 from lightning_mp.core.arguments import true_or_false
@@ -19,7 +20,6 @@ from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.known_words import refuse_unknown
 from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.optimizer_step.gradient_observers import overrides
 from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
@@ -263,7 +263,7 @@ class AccumulationScheduler(SettingsRepr, Callback):
         if batches == float("inf"):
             # One epoch without an end: every window is whole.
             batches, max_epochs = max(trainer.max_steps, 0) * 10**6, 1 if trainer.max_steps != -1 else -1
-        samples = self._micro_batch_samples(trainer) if "sample" in self.windows.units else 0
+        samples = _micro_batch_samples(trainer) if "sample" in self.windows.units else 0
         return estimate_steps(
             self.windows,
             int(batches),
@@ -273,15 +273,16 @@ class AccumulationScheduler(SettingsRepr, Callback):
             carry_over=self.carry_over,
         )
 
-    def _micro_batch_samples(self, trainer: "pl.Trainer") -> int:
-        batch_size: Any = getattr(trainer.train_dataloader, "batch_size", None)
-        if not isinstance(batch_size, int):
-            raise MisconfigurationException(
-                "AccumulationScheduler.estimated_steps needs the number of samples in a micro-batch, and the data"
-                f" loader of type {type(trainer.train_dataloader).__name__} has no batch_size. Give a schedule in"
-                " steps or epochs, or compute the number of steps yourself."
-            )
-        return batch_size * num_data_ranks(trainer)
+
+def _micro_batch_samples(trainer: "pl.Trainer") -> int:
+    layout = DataLayout.of(trainer)
+    if layout.batch_size is None:
+        raise MisconfigurationException(
+            "AccumulationScheduler.estimated_steps needs the number of samples in a micro-batch, and the data loader of"
+            f" type {type(trainer.train_dataloader).__name__} has no batch_size. Give a schedule in steps or epochs, or"
+            " compute the number of steps yourself."
+        )
+    return layout.batch_size * layout.data_ranks
 
 
 def _refuse_unless_one(**given: object) -> None:

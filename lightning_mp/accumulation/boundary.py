@@ -17,14 +17,6 @@ from lightning_mp.core import private_loop_api
 from lightning_mp.core.patches import Patch, Patches
 from lightning_mp.gradients.sync import gradient_sync
 from lightning_mp.optimizer_step.gradient_observers import overrides
-from lightning_mp.optimizers.evaluations import requires_closure
-
-
-def refuse_repeated_losses(trainer: "pl.Trainer") -> None:
-    """Refuses an optimizer that is known to evaluate the loss several times in one step."""
-    for optimizer in trainer.optimizers:
-        if requires_closure(optimizer):
-            raise repeated_losses([optimizer])
 
 
 def repeated_losses(optimizers: Sequence[Optimizer]) -> MisconfigurationException:

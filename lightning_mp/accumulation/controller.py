@@ -17,7 +17,6 @@ from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatc
 from lightning_mp.accumulation.boundary import (
     AccumulationBoundary,
     another_epoch_follows,
-    refuse_repeated_losses,
     repeated_losses,
 )
 from lightning_mp.accumulation.lost_gradient import lost_gradient_message
@@ -53,7 +52,13 @@ class _Fit:
     """What one fit has settled, and what is under way in it."""
 
     weighting: Weighting | None = None  # from the first batch on, if micro-batches are counted or weighed
-    ragged: RaggedBatches | None = None  # the same, if rows are samples
+    ragged: RaggedBatches = field(
+        default_factory=lambda: RaggedBatches(
+            "accumulation weighs micro-batches, or counts samples, by them.",
+            "If the loss is a mean over something else, pass count=, a function from a batch to the number that its"
+            " loss is a mean over, or put a tensor with one row per sample first.",
+        )
+    )
     limiter: BudgetLimiter | None = None  # from the first batch of a run on a budget
     weighing: "MicroBatchWeighing | None" = None  # from the start of the fit on, if micro-batches are weighed
     run: RunState | None = None  # while it lasts
@@ -114,9 +119,9 @@ class AccumulationController(RunCounts):
             RunState.of(trainer).place_callback(controller)
         elif controller.settings.weighting is None:
             controller.settings.constant = int(trainer.accumulate_grad_batches)
-        controller.settings.follows_trainer = False
         if controller._has_fitted:  # another fit: what it knows of losses it learns anew, and says so
             controller._has_fitted, controller.losses = False, _nothing_known()
+            controller.settings.follows_trainer = False
             controller.state = replace(controller.state, reference_items=None)
         # After all callbacks' hooks: one of them may write a checkpoint of an open window on an exception.
         Patches.of(trainer).at_end(lambda: controller.release(trainer))
@@ -204,46 +209,41 @@ class AccumulationController(RunCounts):
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Refuses an optimizer that evaluates the loss several times in one step; says where weights must be equal."""
-        if self.settings.weighting is not None and not self.settings.follows_trainer:
-            refuse_repeated_losses(trainer)
-        self.state = replace(self.state, end_tokens=None)
-        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
-            self._fit.takes_iterator = True
-            refuse_counts_of_unseen_batches(self.settings)
-        if self.settings.weighting is not None:
-            self._start_weighing(trainer, pl_module)
-        if self.settings.weighting is not None and not self.settings.follows_trainer:
-            self._fit.run = RunState.of(trainer)
-            self._fit.boundary = AccumulationBoundary(
-                trainer, pl_module, self.settings, lambda: self.is_open, self._close_early
-            )
-
-    def _start_weighing(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         from lightning_mp.accumulation.missing_losses import replace_missing_losses
         from lightning_mp.accumulation.weighing import MicroBatchWeighing
 
-        self._fit.weighing = MicroBatchWeighing(trainer, self.settings, self.losses)
-        reduce_first_backward(trainer, self._fit.weighing.forget_gradients)
-        if pl_module.automatic_optimization:
-            replace_missing_losses(trainer, lambda: setattr(self._fit, "has_no_loss", True))
+        settings, fit = self.settings, self._fit
+        self.state = replace(self.state, end_tokens=None)
+        fit.takes_iterator = is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True)
+        if settings.weighting is None:
+            return
+        again = [optimizer for optimizer in trainer.optimizers if requires_closure(optimizer)]
+        if again and not settings.follows_trainer:
+            raise repeated_losses(again)
+        if fit.takes_iterator:
+            refuse_counts_of_unseen_batches(settings)
+        fit.weighing = MicroBatchWeighing(trainer, settings, self.losses)
+        reduce_first_backward(trainer, fit.weighing.forget_gradients)
+        replace_missing_losses(trainer, lambda: setattr(fit, "has_no_loss", True))
         if overrides(pl_module, pl.LightningModule, "backward"):
             self.weigh_equally(f"{type(pl_module).__name__}.backward may write gradients of other losses")
-        elif again := [o for o in trainer.optimizers if requires_closure(o)]:
+        elif again:
             self.weigh_equally(f"{type(again[0]).__name__} evaluates the loss again inside of a step")
+        if not settings.follows_trainer:
+            fit.run = RunState.of(trainer)
+            fit.boundary = AccumulationBoundary(trainer, pl_module, settings, lambda: self.is_open, self._close_early)
 
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues a window that was saved open; ends a resumed run immediately if its budget is spent."""
-        if self.settings.follows_trainer:
-            self.state = self.state.in_layout(DataLayout.of(trainer))
+        before, layout = self.state.layout, DataLayout.of(trainer)
+        self.state = self.state.in_layout(layout)
         if self._fit.boundary is None:
             return
         if StepOutcomeSource.of(trainer) is None:
             # Skipped steps are not known. Before each step: a fit may have been given other schedulers since the last.
             self.before_each_step(LearningRateFrequency(trainer, lambda: 0).attach().attach)
-        before, layout = self.state.layout, DataLayout.of(trainer)
         growth = layout.ratio_to(before) if before not in (None, layout) else None
-        self.state = self.state.in_layout(layout)
         saved, self._saved_window = self._saved_window, None
         budget, tokens = self.settings.budget, round(saved.totals[1]) if saved is not None else 0
         if budget is not None:
@@ -279,11 +279,10 @@ class AccumulationController(RunCounts):
         if fit.limiter is not None:
             fit.limiter.restore_labels()
         index = trainer.fit_loop.epoch_loop.batch_idx if fit.takes_iterator else batch_idx
-        if settings.follows_trainer:
-            if not pl_module.automatic_optimization:
-                return
-            if index % int(trainer.accumulate_grad_batches) == 0 or self.state.window.totals is None:
-                self._close_early()
+        if settings.follows_trainer and (
+            index % int(trainer.accumulate_grad_batches) == 0 or self.state.window.totals is None
+        ):
+            self._close_early()
         is_first = fit.weighting is None and not fit.takes_iterator
         if is_first and (settings.weighting.weight_by is not None or not settings.follows_trainer):
             self._inspect_first_batch(trainer, pl_module, batch)
@@ -292,7 +291,7 @@ class AccumulationController(RunCounts):
             measure = Measure(1, 0, 0, 0, divisor=batch_tokens.declared_divisor(batch))
         else:
             measure = fit.weighting.measure(batch)
-            if fit.ragged is not None and fit.weighting.takes_rows(batch):
+            if fit.weighting.takes_rows(batch):
                 fit.ragged.look(batch)
             budget = self.budget
             if budget is not None:
@@ -414,8 +413,6 @@ class AccumulationController(RunCounts):
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Settles the counter."""
-        if self._fit.limiter is not None:
-            self._fit.limiter.restore_labels()
         self.counter.flush_pending()
         if self._fit.weighing is not None:
             self.state = self._fit.weighing.settle_window(self.state)
@@ -458,8 +455,8 @@ class AccumulationController(RunCounts):
         """
         whole = self.state.micro_batch.measure if self.state.micro_batch is not None else Measure(1, 0, 0, 0)
         counted: list[float | Tensor] = [whole.items * number / sum(samples) for number in samples]
-        if self._is_weighed_by_hand and self.weight_by in ("token", "sample"):
-            own = [self._fit.weighting.measure(batch).items for batch in batches if self._fit.weighting is not None]
+        if self._by_hand is not None:
+            own = [self._by_hand.measure(batch).items for batch in batches]
             # A function that does not count samples or tokens counts no part either.
             if any(isinstance(items, Tensor) for items in (*own, whole.items)) or sum(own) == whole.items:
                 counted = own
@@ -502,14 +499,16 @@ class AccumulationController(RunCounts):
 
         None if it would weigh its samples. Waits for the device.
         """
-        weighing, weighting = self._fit.weighing, self._fit.weighting
-        if self._is_weighed_by_hand and self.weight_by in ("token", "sample") and weighting is not None:
-            return float(weighting.measure(part).items), False
+        weighing = self._fit.weighing
+        if self._by_hand is not None:
+            return float(self._by_hand.measure(part).items), False
         return weighing.count(loss) if weighing is not None and weighing.source == "loss" else None
 
     @property
-    def _is_weighed_by_hand(self) -> bool:
-        return self._fit.weighing is not None and self._fit.weighing.source == "batch"
+    def _by_hand(self) -> Weighting | None:
+        """What counts the items of a batch, if losses do not."""
+        is_by_hand = self._fit.weighing is not None and self._fit.weighing.source == "batch"
+        return self._fit.weighting if is_by_hand and self.weight_by in ("token", "sample") else None
 
     # -- the end of a window, for precision plugins --------------------------------------------------------------------
 
@@ -563,17 +562,10 @@ class AccumulationController(RunCounts):
             by_loss=fit.weighing is not None and fit.weighing.source == "loss",
             shifted=bool(trainer.strategy.broadcast(batch_tokens.shifts_labels_inside(pl_module, batch))),
             tokens_for=settings.tokens_for,
-            needs_samples=settings.needs_samples,
+            needs_samples="sample" in settings.units,
         )
-        if weighting.counts_rows:
-            fit.ragged = RaggedBatches(
-                "accumulation weighs micro-batches, or counts samples, by them.",
-                "If the loss is a mean over something else, pass count=, a function from a batch to the number that its"
-                " loss is a mean over, or put a tensor with one row per sample first.",
-            )
-        units = settings.schedule.units if settings.schedule is not None else frozenset()
-        if self.state.lacks_sizes(units):
-            samples, tokens = trainer.strategy.broadcast(weighting.size(batch, units))
+        if self.state.lacks_sizes(settings.units):
+            samples, tokens = trainer.strategy.broadcast(weighting.size(batch, settings.units))
             ranks = self._num_data_ranks
             self.state = replace(self.state, micro_batch_samples=ranks * samples, micro_batch_tokens=ranks * tokens)
 

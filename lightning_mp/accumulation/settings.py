@@ -37,15 +37,12 @@ class AccumulationSettings:
         """The part for which tokens must be counted, whatever micro-batches weigh."""
         if self.budget is not None:
             return "ChinchillaBudget"
-        return "AccumulationScheduler" if self._counts("token") else ""
+        return "AccumulationScheduler" if "token" in self.units else ""
 
     @property
-    def needs_samples(self) -> bool:
-        """Whether samples must be counted, whatever micro-batches weigh."""
-        return self._counts("sample")
-
-    def _counts(self, unit: Unit) -> bool:
-        return self.schedule is not None and unit in self.schedule.units
+    def units(self) -> frozenset[Unit]:
+        """What must be counted for the schedule."""
+        return self.schedule.units if self.schedule is not None else frozenset()
 
     def follow(
         self,
@@ -93,7 +90,7 @@ def refuse_counts_of_unseen_batches(settings: AccumulationSettings) -> None:
     known = settings.weighting
     counts = known is not None and (known.weight_by in ("token", "sample") or known.count or known.input_count)
     only_weighs = settings.follows_trainer or settings.schedule is not None
-    if counts or settings.tokens_for or settings.needs_samples or (known is not None and not only_weighs):
+    if counts or settings.tokens_for or "sample" in settings.units or (known is not None and not only_weighs):
         raise MisconfigurationException(
             "training_step(dataloader_iter) fetches its batches itself, so nothing can count their tokens or samples"
             " before. Use training_step(batch, batch_idx), or only AccumulationScheduler with thresholds in epochs or"

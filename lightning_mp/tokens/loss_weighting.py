@@ -135,18 +135,11 @@ class Weighting:
         """Whether a function says how many tokens are in the inputs: a monitor's, or where nothing else shows them."""
         return self.input_count is not None or (self.count is not None and batch_tokens.shown_tokens(batch) is None)
 
-    @property
-    def counts_rows(self) -> bool:
-        """Whether :meth:`takes_rows` can be true of any batch."""
-        return (
-            self.weight_by == "sample" or self.input_count is samples_of or (self.counts_samples and self.count is None)
-        )
-
     def takes_rows(self, batch: Any) -> bool:
         """Whether samples matter, and only the first tensor shows how many a batch has."""
         if self.weight_by == "sample" or self.input_count is samples_of:
             return True
-        return self.counts_rows and batch_tokens.find_labels(batch) is None
+        return self.counts_samples and self.count is None and batch_tokens.find_labels(batch) is None
 
     def size(self, batch: Any, units: Set[str]) -> tuple[int, int]:
         """Samples, and tokens with padding or those of ``count``, of a batch on this rank; 0 for other units."""
