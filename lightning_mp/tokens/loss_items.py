@@ -35,10 +35,10 @@ class Mean:
     """A mean in a loss."""
 
     kind: str  # what it counts
-    total: Number  # how many
+    total: Number  # how many; NaN if that is not known
     factor: float | None = 1.0  # by which it enters the loss; None if the host does not know it
     parts: int = 1  # of a mean of means, how many these are
-    is_even: bool | Tensor = True  # they are all over equally many; on the device also that `total` is known
+    is_even: bool | Tensor = True  # they are all over equally many
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +261,8 @@ class _Walk:
         for mean in found:  # no comprehension: a Python call
             if mean.factor == 0.0:
                 self._has_zero = True
-            elif is_alone or isinstance(mean.total, float) or "sum of" not in mean.kind:
-                means.append(mean)
             else:
-                means.append(replace(mean, is_even=mean.is_even & mean.total.isfinite()))
+                means.append(mean)
         if not means and not self._has_zero and not self._is_empty:
             raise _Unreadable("nothing in it counts items")
         if self._targets is not None:

@@ -106,7 +106,8 @@ class LossWeights:
         if not _is_close(factor, before):
             return 0.0, False, f"it is multiplied by {factor:g}, and one before it by {before:g}"
         if len(reading.means) == len(first.means) == 1 and main.parts == known.parts == 1:
-            return main.total, main.is_even, "it is a mean over 1 or no items"
+            is_known = main.total.isfinite() if isinstance(main.total, Tensor) else True
+            return main.total, is_known, "it is a mean over 1 or no items"
         return self._in_proportion(reading, main, known)
 
     def _in_proportion(self, reading: Items, main: Mean, known: Mean) -> Weight:
