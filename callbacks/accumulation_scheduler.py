@@ -15,10 +15,9 @@ from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thre
 from lightning_mp.accumulation.windows import DataLayout
 from lightning_mp.callbacks._common import CountUse, check_counts
 from lightning_mp.callbacks._window_controller import join_window_controller
-from lightning_mp.core.arguments import true_or_false
+from lightning_mp.core.arguments import true_or_false, whole_quantity
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.known_words import refuse_unknown
-from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.optimizer_step.gradient_observers import overrides
@@ -59,20 +58,13 @@ def parse_schedule(schedule: Table, name: str = "schedule") -> dict[int, int]:
 
 
 def _integer(value: object) -> int | None:
-    if isinstance(value, bool):
-        return None
     try:
-        return _read(value) if isinstance(value, str) else operator.index(value)  # type: ignore[arg-type]  # tried
+        number: Any = value
+        if isinstance(value, str):
+            number = 0 if value.strip() == "0" else whole_quantity(value, "threshold")
+        return None if isinstance(number, bool) else operator.index(number)
     except (TypeError, ValueError):
         return None
-
-
-def _read(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        number = parse_quantity(text, "threshold")
-    return int(number) if number == int(number) else None
 
 
 class AccumulationScheduler(SettingsRepr, Callback):
@@ -154,7 +146,11 @@ class AccumulationScheduler(SettingsRepr, Callback):
         self.windows: Thresholds | TargetBatch
         table = schedule if scheduling is None else scheduling
         if table is not None:
-            _refuse_ramp(ramp)
+            if ramp != "stepped":
+                raise ValueError(
+                    f"AccumulationScheduler(ramp={ramp!r}) is for target_samples and target_tokens; a schedule of"
+                    " micro-batches changes in steps. Leave ramp out."
+                )
             self.schedule = parse_schedule(table)
             self.windows = Thresholds(self.schedule, unit)
         else:
@@ -208,8 +204,12 @@ class AccumulationScheduler(SettingsRepr, Callback):
         if stage != "fit":
             return
         controller = join_window_controller(self, trainer, pl_module, self.count, self.weight_by)
-        if self.save_partial_gradients:
-            _refuse_partial_gradients(trainer)
+        reason = why_gradients_are_elsewhere(trainer)
+        if self.save_partial_gradients and reason:
+            raise MisconfigurationException(
+                f"AccumulationScheduler(save_partial_gradients=True) cannot be used here: {reason} Leave it out:"
+                " checkpoints are then written at the end of a window."
+            )
         controller.settings.follow(
             self.windows,
             sync=self.sync,
@@ -294,26 +294,9 @@ def _refuse_unless_one(**given: object) -> None:
         )
 
 
-def _refuse_ramp(ramp: Ramp) -> None:
-    if ramp != "stepped":
-        raise ValueError(
-            f"AccumulationScheduler(ramp={ramp!r}) is for target_samples and target_tokens; a schedule of"
-            " micro-batches changes in steps. Leave ramp out."
-        )
-
-
 def _target_batch(samples: BatchTarget | None, tokens: BatchTarget | None, unit: Unit, ramp: Ramp) -> TargetBatch:
     counted: Literal["sample", "token"] = "sample" if samples is not None else "token"
     target = samples if samples is not None else tokens
     assert target is not None
     table: Any = target if isinstance(target, Mapping) else {0: target}
     return TargetBatch(parse_schedule(table, f"target_{counted}s"), counted, unit, ramp)
-
-
-def _refuse_partial_gradients(trainer: "pl.Trainer") -> None:
-    reason = why_gradients_are_elsewhere(trainer)
-    if reason:
-        raise MisconfigurationException(
-            f"AccumulationScheduler(save_partial_gradients=True) cannot be used here: {reason} Leave it out:"
-            " checkpoints are then written at the end of a window."
-        )

@@ -47,7 +47,7 @@ class AccumulationBoundary:
         if not settings.saves_partial_gradients:
             defer_checkpoints(trainer, is_open)
         self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if settings.carries_over else None
-        step_where_batches_are_declined(trainer, pl_module, is_open, self._continues, close)
+        step_where_batches_are_declined(trainer, pl_module, is_open, close, carries_over=settings.carries_over)
         Patches.of(trainer).at_end(self._detach)
 
     def begin(self, *, closes: bool, last_of_epoch: bool) -> None:
@@ -61,9 +61,6 @@ class AccumulationBoundary:
         if self._reductions is not None:
             self._reductions.end()  # of a micro-batch that was declined
             self._reductions.begin(closes=closes)
-
-    def _continues(self) -> bool:
-        return self._carry_over is not None and another_epoch_follows(self._trainer)
 
     def end(self) -> None:
         """The micro-batch has ended."""
@@ -85,33 +82,15 @@ def defer_checkpoints(trainer: "pl.Trainer", is_open: Callable[[], bool]) -> Non
 
     A checkpoint that comes due there (a time interval, a validation in the middle, the first micro-batch after a
     resume) is written after the window's optimizer step, with the metrics it was to be judged by. Where it is judged by
-    a metric, these are not the metrics of the weights in the file; a message says so once. A checkpoint of weights
+    a metric, these are not the metrics of the weights in the file; a message says so. A checkpoint of weights
     alone has no gradient to lose, and is written immediately.
     """
-    has_reported = False
-
-    def report(checkpoint: ModelCheckpoint) -> None:
-        nonlocal has_reported
-        if checkpoint.monitor is None or trainer.sanity_checking or has_reported:
-            return
-        has_reported = True
-        rank_zero_warn(
-            f"ModelCheckpoint(monitor={checkpoint.monitor!r}) validated inside an accumulation window and saves at its"
-            " end, one optimizer step later. Make val_check_interval a multiple of the micro-batches per step, or use"
-            " save_weights_only=True or AccumulationScheduler(save_partial_gradients=True)."
-        )
-
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and not callback.save_weights_only:
-            _defer(callback, Patches.of(trainer), is_open, report)
+            _defer(callback, Patches.of(trainer), is_open)
 
 
-def _defer(
-    checkpoint: ModelCheckpoint,
-    patches: Patches,
-    is_open: Callable[[], bool],
-    report: Callable[[ModelCheckpoint], None],
-) -> None:
+def _defer(checkpoint: ModelCheckpoint, patches: Patches, is_open: Callable[[], bool]) -> None:
     postponed: list[Patch] = []
 
     def on_train_batch_end(trainer: "pl.Trainer", pl_module: "pl.LightningModule", *args: Any, **kw: Any) -> None:
@@ -121,20 +100,24 @@ def _defer(
         while postponed:
             postponed.pop(0).original(trainer, pl_module)
 
-    def postpone(name: str, report: Callable[[ModelCheckpoint], None] | None = None) -> None:
+    def postpone(name: str) -> None:
         def hook(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
             if not is_open():
                 patch.original(trainer, pl_module)
                 return
             if patch not in postponed:
                 postponed.append(patch)
-            if report is not None:
-                report(checkpoint)
+            if name == "on_validation_end" and checkpoint.monitor is not None and not trainer.sanity_checking:
+                rank_zero_warn(
+                    f"ModelCheckpoint(monitor={checkpoint.monitor!r}) validated inside an accumulation window and saves"
+                    " at its end, one optimizer step later. Make val_check_interval a multiple of the micro-batches per"
+                    " step, or use save_weights_only=True or AccumulationScheduler(save_partial_gradients=True)."
+                )
 
         patch = patches.replace(checkpoint, name, hook)
 
     batch_end = patches.replace(checkpoint, "on_train_batch_end", on_train_batch_end)
-    postpone("on_validation_end", report)
+    postpone("on_validation_end")
     postpone("on_train_epoch_end")
 
 
@@ -192,8 +175,9 @@ def step_where_batches_are_declined(
     trainer: "pl.Trainer",
     pl_module: "pl.LightningModule",
     is_open: Callable[[], bool],
-    carries_over: Callable[[], bool],
     close: Callable[[], None],
+    *,
+    carries_over: bool,
 ) -> None:
     """Makes the step of an open window when the module declines the next micro-batch and the rest of its epoch.
 
@@ -207,7 +191,7 @@ def step_where_batches_are_declined(
     def ask(*args: Any, **kwargs: Any) -> Any:
         was_open = is_open()
         response = method.original(*args, **kwargs)
-        if response == -1 and was_open and not carries_over():
+        if response == -1 and was_open and not (carries_over and another_epoch_follows(trainer)):
             if reason := why_gradients_are_elsewhere(trainer):
                 rank_zero_warn(
                     "Gradient accumulation: on_train_batch_start returned -1 inside a window, which continues in the"
