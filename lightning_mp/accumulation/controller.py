@@ -65,7 +65,6 @@ class _Fit:
     boundary: AccumulationBoundary | None = None
     before_steps: list[Callable[[], object]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
-    is_in_backward: bool = False
     takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which hooks do not see before
     has_no_loss: bool = False  # of the current micro-batch, on this rank; others may have one
     step_has_window: bool = False  # the last step had a window; a step without any loss has none
@@ -172,15 +171,15 @@ class AccumulationController(RunCounts):
 
     @property
     @override
-    def measure(self) -> Measure | None:
-        """The current micro-batch; None where micro-batches are not weighted."""
-        return self.state.micro_batch.measure if self.state.micro_batch is not None else None
+    def measure(self) -> Measure:
+        """The current micro-batch."""
+        return self.state.micro_batch.measure
 
     @property
     @override
     def loss_factor(self) -> float | Tensor:
         """Factor of the current micro-batch's loss, in addition to Lightning's division."""
-        return self.state.micro_batch.factor if self.state.micro_batch is not None else 1.0
+        return self.state.micro_batch.factor
 
     def input_tokens(self, batch: Any) -> int:
         """Tokens of a batch like this over all ranks: with padding, or those of ``count``."""
@@ -288,7 +287,7 @@ class AccumulationController(RunCounts):
             self._inspect_first_batch(trainer, pl_module, batch)
         opens, ends_run = not self.state.window.is_open, False
         if fit.weighting is None:
-            measure = Measure(1, 0, 0, 0, divisor=batch_tokens.declared_divisor(batch))
+            measure = Measure(divisor=batch_tokens.declared_divisor(batch))
         else:
             measure = fit.weighting.measure(batch)
             if fit.weighting.takes_rows(batch):
@@ -346,15 +345,13 @@ class AccumulationController(RunCounts):
                 return
             raise repeated_losses(trainer.optimizers)
         if self._fit.has_no_loss:
-            assert self.state.micro_batch is not None
             self._fit.has_no_loss = False
-            nothing = replace(self.state.micro_batch, measure=Measure(0, 0, 0, 0), part=windows.NOTHING)
+            nothing = replace(self.state.micro_batch, measure=Measure(0), part=windows.NOTHING)
             self.state = replace(self.state, micro_batch=nothing)
         weighing, weighting = self._fit.weighing, self.weighting
         if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
             assert weighting is not None
             self.state = weighing.weigh(self.state, weighting, loss)
-            assert self.state.micro_batch is not None
             factor = self.state.micro_batch.factor
             divided_by = int(trainer.accumulate_grad_batches)
             if divided_by != self.state.window.planned:  # it was set inside a window
@@ -364,7 +361,6 @@ class AccumulationController(RunCounts):
             elif factor != 1.0:
                 loss.mul_(factor)
         self.state = windows.add_micro_batch(self.state)
-        self._fit.is_in_backward = True
 
     @override
     def on_before_optimizer_step(
@@ -398,12 +394,10 @@ class AccumulationController(RunCounts):
             self.state = replace(self.state, window=replace(window, is_open=window.totals is not None))
             if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
                 trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
-        self._fit.is_in_backward = False
         if self._fit.weighing is not None and self._fit.weighing.watches_gradients:
             self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
         if self._fit.boundary is not None:
             self._fit.boundary.end()
-        assert self.state.micro_batch is not None
         if self.state.micro_batch.ends_run and self._is_spent(trainer):
             self.state = replace(self.state, budget_reached=True)
             trainer.should_stop = True
@@ -431,8 +425,7 @@ class AccumulationController(RunCounts):
             self._fit.limiter.restore_labels()
         self.settings = AccumulationSettings(self.settings.constant, follows_trainer=self.settings.follows_trainer)
         self._fit, self._has_fitted = _Fit(), True
-        self._close_early()
-        self.state = replace(self.state, micro_batch=None)
+        self.state = replace(windows.close_early(self.state), micro_batch=MicroBatch())
 
     # -- a micro-batch that runs in parts ------------------------------------------------------------------------------
 
@@ -442,8 +435,7 @@ class AccumulationController(RunCounts):
         Its loss goes through :meth:`on_before_backward` as that of a micro-batch does, and weighs its own items, or its
         share where weights are equal. Its tokens are counted once, with those of the whole.
         """
-        if self.settings.weighting is not None and self.state.micro_batch is not None:
-            self.state = windows.begin_part(self.state, part)
+        self.state = windows.begin_part(self.state, part)
 
     def parts_of(self, batches: Sequence[Any], samples: Sequence[int], *, losses_add_up: bool) -> list[Part]:
         """What is known of the parts of the current micro-batch before they run.
@@ -453,7 +445,7 @@ class AccumulationController(RunCounts):
             samples: how many each of them has.
             losses_add_up: the loss of the whole is the sum of theirs, not their mean.
         """
-        whole = self.state.micro_batch.measure if self.state.micro_batch is not None else Measure(1, 0, 0, 0)
+        whole = self.measure
         counted: list[float | Tensor] = [whole.items * number / sum(samples) for number in samples]
         if self._by_hand is not None:
             own = [self._by_hand.measure(batch).items for batch in batches]
@@ -467,12 +459,11 @@ class AccumulationController(RunCounts):
             for items, batch, number in zip(counted, batches, samples, strict=True)
         ]
 
-    def end_parts(self, whole: MicroBatch | None) -> None:
+    def end_parts(self, whole: MicroBatch) -> None:
         """All parts of a micro-batch are over: what is known of it is that of the whole again."""
-        part = self.state.micro_batch
-        if whole is not None and part is not None:
-            whole = replace(whole, factor=part.parts_factor)
-        self.state = replace(self.state, micro_batch=whole)
+        micro_batch = self.state.micro_batch
+        micro_batch = replace(micro_batch, measure=whole.measure, factor=micro_batch.parts_factor)
+        self.state = replace(self.state, micro_batch=micro_batch)
 
     def return_to(self, state: AccumulationState, *, carries_totals: bool = False) -> None:
         """A micro-batch is done again from where it began; what is known of losses stays known.
@@ -489,10 +480,8 @@ class AccumulationController(RunCounts):
     @property
     def part_weight(self) -> float | Tensor:
         """What the part weighs in the mean of its micro-batch, relative to the others; known in its backward."""
-        micro_batch = self.state.micro_batch
-        if micro_batch is None or micro_batch.part is None:
-            return 1.0
-        return micro_batch.part.share if micro_batch.part.losses_add_up else micro_batch.factor
+        micro_batch, part = self.state.micro_batch, self.state.micro_batch.part
+        return 1.0 if part is windows.WHOLE else part.share if part.losses_add_up else micro_batch.factor
 
     def count_of_part(self, part: Any, loss: Tensor) -> tuple[float, bool] | None:
         """What a part would weigh in the mean of its micro-batch, and whether its loss shows that it is a mean over it.
@@ -526,7 +515,7 @@ class AccumulationController(RunCounts):
     def close_window(self, totals: Tensor | None) -> Tensor | None:
         """Books a window, if there is one, before an optimizer steps or skips its step."""
         factor = None
-        local, micro_batch = self.state.window.totals, self.state.micro_batch
+        local = self.state.window.totals
         if totals is not None:
             assert local is not None
             self._fit.step_has_window = True
@@ -536,7 +525,7 @@ class AccumulationController(RunCounts):
             if weighing is not None:
                 factor = weighing.normalisation(self.state, totals, num_ranks)
             self.state = windows.take_totals(self.state)
-            is_repeated = micro_batch is not None and micro_batch.is_repeated
+            is_repeated = self.state.micro_batch.is_repeated
             copy = self.counter.close_window(totals_once, local.micro_batches, repeated=is_repeated)
             if weighing is not None:
                 self.state = weighing.close_window(self.state, copy)
@@ -614,7 +603,7 @@ class AccumulationController(RunCounts):
         if not window.is_open or window.totals is None or self.settings.follows_trainer:
             return None
         # A micro-batch that is interrupted after its loss is done again, and may have added to the gradient already.
-        is_kept = self.settings.saves_partial_gradients and not self._fit.is_in_backward
+        is_kept = self.settings.saves_partial_gradients and not self.state.micro_batch.is_counted
         return None if is_kept else (window.planned, window.position)
 
     def weights_state(self, *, settle: bool = True) -> dict[str, Any]:

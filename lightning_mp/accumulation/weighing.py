@@ -73,7 +73,6 @@ class MicroBatchWeighing:
         return self._by_count(state, weighting, loss)
 
     def _by_count(self, state: AccumulationState, weighting: Weighting, loss: Tensor) -> AccumulationState:
-        assert state.micro_batch is not None
         measure = state.micro_batch.measure
         if self._left:
             self._check(loss, measure.items, weighting)
@@ -88,7 +87,6 @@ class MicroBatchWeighing:
         return windows.weigh_micro_batch(state, measure.items, is_known, measure.divisor)
 
     def _by_loss(self, state: AccumulationState, loss: Tensor) -> AccumulationState:
-        assert state.micro_batch is not None
         declared, divisor = state.micro_batch.measure.divisor, None
         reading: Items | Unknown = Items()
         if state.micro_batch.part is not windows.NOTHING:
@@ -100,7 +98,7 @@ class MicroBatchWeighing:
             self._versions = {}
         if isinstance(reading, Items) and reading.divisor is not None:
             divisor = reading.divisor
-        elif state.micro_batch.part is not None and state.micro_batch.part.losses_add_up:
+        elif state.micro_batch.part.losses_add_up:
             reading = Unknown("the losses of the parts of a batch add up to that of the whole")
         if self._losses.first is None:
             meets = self.may_meet or world_size() == 1

@@ -19,7 +19,7 @@ lost. The totals of closed windows are in the token counter.
 """
 
 from collections.abc import Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 import lightning.pytorch as pl
@@ -68,18 +68,23 @@ class Part:
     losses_add_up: bool  # the loss of the whole is the sum of its parts', not their mean
 
 
+WHOLE = Part(1, None, 1.0, losses_add_up=False)
+#: In place of a micro-batch whose training step returned no loss.
+NOTHING = Part(0, None, 0.0, losses_add_up=False)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """What is known of a micro-batch when it begins."""
 
-    measure: Measure  # its items and tokens on this rank, after it was trimmed
+    measure: Measure = field(default_factory=Measure)  # its items and tokens on this rank, after it was trimmed
     ends_run: bool = False  # the token budget ends in it
     ends_epoch: bool = False  # it is the last of its epoch, and its window does not continue in the next one
     is_repeated: bool = False  # it is not of the first epoch
     is_known: bool | Tensor = True  # what it weighs; a tensor where the host would have to wait for it
     factor: float | Tensor = 1.0  # of its loss, in addition to Lightning's division
-    part: Part | None = None  # the part of it that runs, if it runs in parts
-    is_counted: bool = False  # a part of it has come to backward, and its tokens count
+    part: Part = WHOLE  # the part of it that runs, or the last one
+    is_counted: bool = False  # it has come to backward, or a part of it has, and is not over: its tokens count
     parts_factor: float | Tensor = 0.0  # that of the whole, from those of the parts so far
 
 
@@ -91,7 +96,6 @@ class Window:
     position: int = 0  # those that are over
     is_open: bool = False  # the last one left it open
     closes: bool = False  # the optimizer steps after the current micro-batch
-    is_split: bool = False  # a micro-batch of it did not fit, and runs in parts
     # of those that came to backward on this rank; None once the optimizer step has taken them
     totals: AccumulationTotals | None = None
 
@@ -111,7 +115,7 @@ class AccumulationState:
     # where this fit ends, if not where its settings say; it is saved by the callback that requested it
     end_tokens: int | None = None
     window: Window = Window()  # the current window, or the last one
-    micro_batch: MicroBatch | None = None  # the current micro-batch, or the last one
+    micro_batch: MicroBatch = MicroBatch()  # the current micro-batch, or the last one
 
     def in_layout(self, layout: DataLayout) -> "AccumulationState":
         """The state for a run that continues in a layout: in another one, sizes are measured again."""
@@ -166,11 +170,6 @@ class AccumulationState:
         return cls(layout=layout, **{name: state[name] for name in kinds})
 
 
-WHOLE = Part(1, None, 1.0, losses_add_up=False)
-#: In place of a micro-batch whose training step returned no loss.
-NOTHING = Part(0, None, 0.0, losses_add_up=False)
-
-
 def open_window(state: AccumulationState, planned: int) -> AccumulationState:
     """The state in which a micro-batch finds a new window of so many micro-batches."""
     return replace(state, window=Window(planned, totals=AccumulationTotals()))
@@ -185,17 +184,14 @@ def begin_micro_batch(state: AccumulationState, micro_batch: MicroBatch) -> Accu
 
 def begin_part(state: AccumulationState, part: Part) -> AccumulationState:
     """The state while a part of the current micro-batch runs: it weighs its own items, or those of its part."""
-    assert state.micro_batch is not None
     measure = replace(state.micro_batch.measure, items=part.items, divisor=part.divisor)
-    window = replace(state.window, is_split=True)
-    return replace(state, window=window, micro_batch=replace(state.micro_batch, measure=measure, part=part))
+    return replace(state, micro_batch=replace(state.micro_batch, measure=measure, part=part))
 
 
 def add_micro_batch(state: AccumulationState) -> AccumulationState:
     """Backward of the current micro-batch's loss begins: it counts."""
-    assert state.micro_batch is not None
     assert state.window.totals is not None
-    micro_batch, part = state.micro_batch, state.micro_batch.part or WHOLE
+    micro_batch, part = state.micro_batch, state.micro_batch.part
     m, unknown = micro_batch.measure, 1.0 - micro_batch.is_known * 1.0
     tokens = (m.tokens, m.input_tokens, m.samples, m.nonpad_tokens, m.most_tokens)
     if micro_batch.is_counted:
@@ -215,8 +211,8 @@ def take_totals(state: AccumulationState) -> AccumulationState:
 
 def end_micro_batch(state: AccumulationState) -> AccumulationState:
     """The current micro-batch is over."""
-    window = state.window
-    return replace(state, window=replace(window, position=window.position + 1, is_open=not window.closes))
+    window = replace(state.window, position=state.window.position + 1, is_open=not state.window.closes)
+    return replace(state, window=window, micro_batch=replace(state.micro_batch, is_counted=False))
 
 
 def close_early(state: AccumulationState) -> AccumulationState:
@@ -233,7 +229,7 @@ def resume_window(
 
 def is_single_micro_batch_step(state: AccumulationState) -> bool:
     """Whether the current micro-batch is the whole step: its loss is the mean already, and nothing is multiplied."""
-    if state.window.planned != 1 or state.window.is_split or state.micro_batch is None:
+    if state.window.planned != 1 or state.micro_batch.part is not WHOLE:
         return False
     return (state.layout is None or state.layout.data_ranks == 1) and state.micro_batch.measure.divisor is None
 
@@ -248,10 +244,9 @@ def weigh_micro_batch(
 
     From the first one in its window whose weight is not known, each weighs as much as those before it in the mean.
     """
-    assert state.micro_batch is not None
     assert state.window.totals is not None
     assert state.reference_items is not None
-    part, totals, reference = state.micro_batch.part or WHOLE, state.window.totals, state.reference_items
+    part, totals, reference = state.micro_batch.part, state.window.totals, state.reference_items
     if part.losses_add_up and divisor is None:
         items = items * part.share  # each loss shows what the whole counts
     if totals.device[UNKNOWN] is not None or totals.host[UNKNOWN]:
@@ -273,20 +268,18 @@ def weigh_micro_batch(
 
 def weigh_nothing(state: AccumulationState) -> AccumulationState:
     """The current micro-batch has no items, and its gradient is 0; so is the weight of a part in what is logged."""
-    return _weighed(state, 0.0, 1.0 if state.micro_batch is None or state.micro_batch.part is None else 0.0)
+    return _weighed(state, 0.0, 1.0 if state.micro_batch.part is WHOLE else 0.0)
 
 
 def weigh_equally(state: AccumulationState, *, is_known: bool = True) -> AccumulationState:
     """The current micro-batch weighs as much as every other one, and its loss is left to Lightning."""
-    assert state.micro_batch is not None
-    part = state.micro_batch.part or WHOLE
+    part = state.micro_batch.part
     return _weighed(state, part.share, 1.0 if part.losses_add_up else part.share, is_known)
 
 
 def _weighed(
     state: AccumulationState, items: float | Tensor, factor: float | Tensor, is_known: bool | Tensor = True
 ) -> AccumulationState:
-    assert state.micro_batch is not None
     measure = replace(state.micro_batch.measure, items=items)
     return replace(state, micro_batch=replace(state.micro_batch, measure=measure, factor=factor, is_known=is_known))
 

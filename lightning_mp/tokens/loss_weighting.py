@@ -22,10 +22,10 @@ CountFunction = Callable[[Any], int] | Callable[[Any], Tensor] | Callable[[Any],
 class Measure:
     """One micro-batch on this rank."""
 
-    items: float | Tensor  # what it weighs
-    tokens: int | Tensor  # its target tokens; 0 if they are not counted
-    input_tokens: int  # tokens in the inputs, padding included
-    most_tokens: int  # an upper bound for `tokens` that the host knows from the shape
+    items: float | Tensor = 1  # what it weighs
+    tokens: int | Tensor = 0  # its target tokens; 0 if they are not counted
+    input_tokens: int = 0  # tokens in the inputs, padding included
+    most_tokens: int = 0  # an upper bound for `tokens` that the host knows from the shape
     samples: int = 0  # its samples; 0 if they are not counted
     divisor: float | Tensor | None = None  # what its loss was divided by, if that is not `items`
     nonpad_tokens: int | Tensor = 0  # tokens that an attention mask does not hide; 0 if tokens are not counted

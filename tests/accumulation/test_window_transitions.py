@@ -113,7 +113,6 @@ class Run:
                 self.state = replace(self.state, end_tokens=self.spent + plan.moved[1])
             self._micro_batch(epoch, size, is_last=is_last)
             is_told = plan.stop_after is not None and place + 1 >= plan.stop_after
-            assert self.state.micro_batch is not None
             if not self.state.window.is_open and (self.state.micro_batch.ends_run or is_told):
                 break
 
@@ -138,7 +137,6 @@ class Run:
             if self.state.reference_items is None:
                 self.state = replace(self.state, reference_items=float(tokens))
             self.state = transitions.add_micro_batch(transitions.weigh_micro_batch(self.state, tokens, True))
-            assert self.state.micro_batch is not None
             factor = self.state.micro_batch.factor
             assert isinstance(factor, float)
             self._factors.append(factor)
