@@ -21,7 +21,7 @@ from lightning_mp.accumulation.boundary import (
 )
 from lightning_mp.accumulation.lost_gradient import lost_gradient_message
 from lightning_mp.accumulation.partial_state import PartialAccumulation
-from lightning_mp.accumulation.schedule import Progress, TargetBatch
+from lightning_mp.accumulation.schedule import TargetBatch
 from lightning_mp.accumulation.settings import AccumulationSettings, refuse_counts_of_unseen_batches
 from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch, Part
 from lightning_mp.core.patches import Patches
@@ -305,8 +305,8 @@ class AccumulationController(RunCounts):
         if opens:
             planned = int(trainer.accumulate_grad_batches) if settings.follows_trainer else settings.constant
             if settings.schedule is not None:
-                progress = Progress(trainer.current_epoch, trainer.global_step)
-                planned = settings.schedule.micro_batches(self.state.counted(progress, self.counter))
+                progress = self.state.progress(trainer.current_epoch, trainer.global_step, self.counter)
+                planned = settings.schedule.micro_batches(progress)
             self.state = windows.open_window(self.state, planned)
             if is_first and isinstance(settings.schedule, TargetBatch):
                 self._report_target(settings.schedule.counted)
@@ -394,7 +394,7 @@ class AccumulationController(RunCounts):
             self.state = replace(self.state, window=replace(window, is_open=window.totals is not None))
             if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
                 trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
-        if self._fit.weighing is not None and self._fit.weighing.watches_gradients:
+        if self._fit.weighing is not None:
             self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
         if self._fit.boundary is not None:
             self._fit.boundary.end()

@@ -68,20 +68,17 @@ class PartialAccumulation:
                 f" micro-batches of a window, which cannot be restored here: {reason} Resume with the strategy and"
                 " plugin that wrote it, or from a checkpoint at the end of a window."
             )
-        partial._check_gradients(module)
-        return partial
-
-    def _check_gradients(self, module: nn.Module) -> None:
         parameters = dict(module.named_parameters())
-        unknown = sorted(self.gradients.keys() - parameters.keys())
+        unknown = sorted(partial.gradients.keys() - parameters.keys())
         if unknown:
             raise ValueError(
                 f"The checkpoint holds partial gradients of parameters that the model does not have:"
                 f" {', '.join(unknown)}. Resume with the same model, or from a checkpoint that was written at the end"
                 " of a window."
             )
-        shapes = {name: tensor_like(parameters[name].shape) for name in self.gradients}
-        checked_state(self.gradients, shapes, "partial gradients")
+        shapes = {name: tensor_like(parameters[name].shape) for name in partial.gradients}
+        checked_state(partial.gradients, shapes, "partial gradients")
+        return partial
 
     def resized(self, micro_batches: float) -> "PartialAccumulation":
         """The same window, if the micro-batches to come are that many times as large as those before it.

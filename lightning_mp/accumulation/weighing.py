@@ -52,8 +52,8 @@ class MicroBatchWeighing:
         self._is_own_count = requested.count_weighs
         self._left = _CHECKED_LOSSES if by_hand else 0
         self._first: tuple[float, float] | None = None  # of the losses that are checked: what it counts, and its weight
-        self.watches_gradients = self.source == "loss"  # until the second micro-batch of a window has been weighed
-        self._versions: dict[nn.Parameter, int] = {}  # of gradients, while they are watched
+        # Of gradients when a micro-batch was over; None once the second one of a window has been weighed.
+        self._versions: dict[nn.Parameter, int] | None = {} if self.source == "loss" else None
         self._closed: HostCopy | None = None  # totals of the last window, until they have been read
         self._why = ""  # the first loss in this window that is unknown on this rank
         self.may_meet = False  # ranks communicate once in each micro-batch, whatever some of them repeat
@@ -92,25 +92,23 @@ class MicroBatchWeighing:
         if state.micro_batch.part is not windows.NOTHING:
             reading = read_items(loss, divided=True, counts_targets=declared is not None)
         if self._versions:
-            self.watches_gradients = False
             if self._versions != _versions(self._versions):
                 reading = Unknown("training_step writes gradients itself")
-            self._versions = {}
+            self._versions = None
         if isinstance(reading, Items) and reading.divisor is not None:
             divisor = reading.divisor
         elif state.micro_batch.part.losses_add_up:
             reading = Unknown("the losses of the parts of a batch add up to that of the whole")
+        meets = self._losses.first is None and (self.may_meet or world_size() == 1)
+        if meets:
+            state = self._meet(state, reading)
+        if self.is_equal:
+            return windows.weigh_equally(state)
         if self._losses.first is None:
-            meets = self.may_meet or world_size() == 1
-            if meets:
-                state = self._meet(state, reading)
-            if self.is_equal:
-                return windows.weigh_equally(state)
-            if self._losses.first is None and (meets or reading == Items()):
+            if meets or reading == Items():
                 return windows.weigh_nothing(state)
-            if self._losses.first is None:
-                self._why = self._why or "no rank counted anything in its first part of a batch"
-                return windows.weigh_equally(state, is_known=False)
+            self._why = self._why or "no rank counted anything in its first part of a batch"
+            return windows.weigh_equally(state, is_known=False)
         items, is_known, why = self._losses.of(reading)
         if is_known is not True:
             self._why = self._why or why
@@ -130,12 +128,12 @@ class MicroBatchWeighing:
 
     def watch_gradients(self, state: AccumulationState, parameters: Iterable[nn.Parameter]) -> None:
         """A micro-batch is over: what is written before the next backward in its window is not of that loss."""
-        if state.window.is_open:
+        if self._versions is not None and state.window.is_open:
             self._versions = _versions(parameters)
 
     def forget_gradients(self) -> None:
         """Gradients of the window are not written by ``training_step``: its micro-batches are done again, say."""
-        self._versions = {}
+        self._versions = None if self._versions is None else {}
 
     def weigh_equally(self, why: str) -> None:
         """Gives micro-batches equal weights from now on. Call it on all ranks."""
@@ -155,7 +153,7 @@ class MicroBatchWeighing:
         if self.source is None or is_single_micro_batch_step(state):
             return state
         self._closed = totals
-        self._versions = {}  # the last micro-batch of the window may have had no loss
+        self.forget_gradients()  # the last micro-batch of the window may have had no loss
         return self.settle_window(state) if totals.is_there else state
 
     def settle_window(self, state: AccumulationState) -> AccumulationState:

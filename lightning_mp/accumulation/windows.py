@@ -133,15 +133,10 @@ class AccumulationState:
             return planned
         return TokenBudget(self.end_tokens, "ceil") if planned is None else replace(planned, tokens=self.end_tokens)
 
-    def counted(self, progress: Progress, counter: TokenCounter) -> Progress:
-        """With the samples and tokens of a run, for a schedule that counts them."""
-        return replace(
-            progress,
-            samples=counter.samples_before_last_window,
-            tokens=counter.tokens_before_last_window,
-            micro_batch_samples=self.micro_batch_samples,
-            micro_batch_tokens=self.micro_batch_tokens,
-        )
+    def progress(self, epoch: int, step: int, counter: TokenCounter) -> Progress:
+        """How far the run is, for a schedule."""
+        counted = counter.samples_before_last_window, counter.tokens_before_last_window
+        return Progress(epoch, step, *counted, self.micro_batch_samples, self.micro_batch_tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """How far the run is, for a checkpoint."""

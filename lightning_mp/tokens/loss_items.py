@@ -266,7 +266,11 @@ class _Walk:
         if not means and not self._has_zero and not self._is_empty:
             raise _Unreadable("nothing in it counts items")
         if self._targets is not None:
-            return _targets_of_sums(means, self._targets, form)
+            if not are_sums or len({mean.total for mean in means}) != 1:
+                raise _Unreadable("not all of it is divided by num_items_in_batch")
+            factors = [mean.factor for mean in means]
+            factor = None if None in factors else math.fsum(factors)  # type: ignore[arg-type]  # no None
+            return Items((Mean("targets of a sum", self._targets, factor),), form, divisor=means[0].total)
         return Items(tuple(means), form if means or self._has_zero else (), self._has_zero)
 
     def _one_or_none(self, number: Number, *, is_sure: bool, are_sums: bool) -> Number:
@@ -319,18 +323,6 @@ def _means_of_means(found: list[Any]) -> list[Mean]:
         for one, factor in zip(group, factors, strict=True):  # no comprehension: a Python call
             result.append(Mean(kind, one[1], factor))
     return result
-
-
-def _targets_of_sums(means: list[Mean], targets: Number, form: tuple[str, ...]) -> Items:
-    """The items of a loss whose sums are divided by ``num_items_in_batch``, if all of it is."""
-    divisor = means[0].total
-    for mean in means:
-        # Waits for the device only where several sums are divided by numbers on it.
-        if not mean.kind.startswith("sum of") or (mean is not means[0] and mean.total != divisor):
-            raise _Unreadable("not all of it is divided by num_items_in_batch")
-    factors = [mean.factor for mean in means]
-    factor = None if None in factors else math.fsum(factors)  # type: ignore[arg-type]  # no None
-    return Items((Mean("targets of a sum", targets, factor),), form, divisor=divisor)
 
 
 def _is_of_weights(node: Any) -> bool:
