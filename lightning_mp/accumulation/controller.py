@@ -66,7 +66,6 @@ class _Fit:
     before_steps: list[Callable[[], object]] = field(default_factory=list)
     at_first_batch: list[Callable[[Any], None]] = field(default_factory=list)
     takes_iterator: bool = False  # `training_step(dataloader_iter)` fetches batches, which hooks do not see before
-    has_no_loss: bool = False  # of the current micro-batch, on this rank; others may have one
     step_has_window: bool = False  # the last step had a window; a step without any loss has none
 
 
@@ -223,7 +222,7 @@ class AccumulationController(RunCounts):
             refuse_counts_of_unseen_batches(settings)
         fit.weighing = MicroBatchWeighing(trainer, settings, self.losses)
         reduce_first_backward(trainer, fit.weighing.forget_gradients)
-        replace_missing_losses(trainer, lambda: setattr(fit, "has_no_loss", True))
+        replace_missing_losses(trainer, lambda: self.begin_part(windows.NOTHING))
         if overrides(pl_module, pl.LightningModule, "backward"):
             self.weigh_equally(f"{type(pl_module).__name__}.backward may write gradients of other losses")
         elif again:
@@ -344,18 +343,13 @@ class AccumulationController(RunCounts):
             if self.settings.follows_trainer:  # an optimizer's own evaluation, or a module's
                 return
             raise repeated_losses(trainer.optimizers)
-        if self._fit.has_no_loss:
-            self._fit.has_no_loss = False
-            nothing = replace(self.state.micro_batch, measure=Measure(0), part=windows.NOTHING)
-            self.state = replace(self.state, micro_batch=nothing)
         weighing, weighting = self._fit.weighing, self.weighting
         if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
             assert weighting is not None
             self.state = weighing.weigh(self.state, weighting, loss)
             factor = self.state.micro_batch.factor
-            divided_by = int(trainer.accumulate_grad_batches)
-            if divided_by != self.state.window.planned:  # it was set inside a window
-                factor = factor * (divided_by / self.state.window.planned)
+            share = int(trainer.accumulate_grad_batches) / self.state.window.planned
+            factor = factor if share == 1.0 else factor * share  # the number was set inside a window
             if isinstance(factor, Tensor):
                 loss.mul_(factor.to(loss.device))
             elif factor != 1.0:

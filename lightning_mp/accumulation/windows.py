@@ -180,6 +180,8 @@ def begin_micro_batch(state: AccumulationState, micro_batch: MicroBatch) -> Accu
 def begin_part(state: AccumulationState, part: Part) -> AccumulationState:
     """The state while a part of the current micro-batch runs: it weighs its own items, or those of its part."""
     measure = replace(state.micro_batch.measure, items=part.items, divisor=part.divisor)
+    if part is NOTHING:
+        measure = Measure(items=0)
     return replace(state, micro_batch=replace(state.micro_batch, measure=measure, part=part))
 
 

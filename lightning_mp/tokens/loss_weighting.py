@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -45,8 +45,6 @@ class Weighting:
     counts_samples: bool = False
 
     def __post_init__(self) -> None:
-        if self.weight_by is not None and self.weight_by not in get_args(WeightBy):
-            raise ValueError(f"weight_by={self.weight_by!r} is unknown; it must be one of {get_args(WeightBy)}.")
         if self.count is not None and not callable(self.count):
             raise ValueError(f"count={self.count!r} must be a function from a batch to its number of tokens.")
 
