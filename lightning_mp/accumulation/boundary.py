@@ -30,7 +30,13 @@ def repeated_losses(optimizers: Sequence[Optimizer]) -> MisconfigurationExceptio
 
 
 class AccumulationBoundary:
-    """Reductions of sharded gradients, checkpoints, the end of the run, the frequency of learning-rate schedulers."""
+    """Reductions of sharded gradients, checkpoints, the end of the run, and windows that continue in the next epoch.
+
+    Lightning steps with the last micro-batch of every epoch. While that runs in a window that stays open, the epoch is
+    made to look endless. When it is over the epoch ends as always: schedulers that count epochs step, validation runs,
+    ``on_train_epoch_end`` is called. Two things that Lightning does there, in the belief that a step was made, are held
+    back: it zeroes the gradients for validation, and it counts a step for the x axis of loggers.
+    """
 
     def __init__(
         self,
@@ -44,37 +50,54 @@ class AccumulationBoundary:
         self._loop = trainer.fit_loop.epoch_loop
         self._min_steps = self._loop.min_steps
         self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, settings.sync)
+        self._hidden_end: tuple[float, bool] | None = None  # of an epoch whose last window stays open
         if not settings.saves_partial_gradients:
             defer_checkpoints(trainer, is_open)
-        self._carry_over = CarryOverEpochs(trainer, pl_module, is_open) if settings.carries_over else None
+        if settings.carries_over:
+            _refuse_plateaus_by_step(trainer)
+            zero_grad = Patches.of(trainer).replace(
+                pl_module, "on_validation_model_zero_grad", lambda: None if is_open() else zero_grad.original()
+            )
         step_where_batches_are_declined(trainer, pl_module, is_open, close, carries_over=settings.carries_over)
         Patches.of(trainer).at_end(self._detach)
 
     def begin(self, *, closes: bool, last_of_epoch: bool) -> None:
         """A micro-batch begins; ``closes`` if the optimizer steps after it."""
-        if self._carry_over is not None and last_of_epoch and not closes:
-            self._carry_over.hide()
+        if last_of_epoch and not closes:
+            self._hidden_end = private_loop_api.replace_end_of_epoch(self._trainer, (float("inf"), False))
         # Lightning leaves the loop after any micro-batch once `should_stop` is set, but not before `min_steps`.
         end = self._trainer.global_step + 1
         is_asked_for = closes or (self._min_steps is not None and self._min_steps >= end)
         self._loop.min_steps = self._min_steps if is_asked_for else end
-        if self._reductions is not None:
-            self._reductions.end()  # of a micro-batch that was declined
-            self._reductions.begin(closes=closes)
+        self._reductions.end()  # of a micro-batch that was declined
+        self._reductions.begin(closes=closes)
 
     def end(self) -> None:
         """The micro-batch has ended."""
-        if self._reductions is not None:
-            self._reductions.end()
-        if self._carry_over is not None:
-            self._carry_over.show()
+        self._reductions.end()
+        if self._hidden_end is not None:
+            self._show_end(self._hidden_end)
+            self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            private_loop_api.undo_logged_step(self._trainer)
+
+    def _show_end(self, end: tuple[float, bool]) -> None:
+        private_loop_api.replace_end_of_epoch(self._trainer, end)
+        self._hidden_end = None
 
     def _detach(self) -> None:
         self._loop.min_steps = self._min_steps
-        if self._reductions is not None:
-            self._reductions.detach()
-        if self._carry_over is not None:
-            self._carry_over.restore_end()
+        self._reductions.detach()
+        if self._hidden_end is not None:
+            self._show_end(self._hidden_end)
+
+
+def _refuse_plateaus_by_step(trainer: "pl.Trainer") -> None:
+    if any(config.interval == "step" and config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
+        raise MisconfigurationException(
+            "AccumulationScheduler(carry_over=True) cannot be used with ReduceLROnPlateau at interval='step',"
+            " which Lightning steps at the end of every epoch as well. Use interval='epoch', or leave carry_over"
+            " out."
+        )
 
 
 def defer_checkpoints(trainer: "pl.Trainer", is_open: Callable[[], bool]) -> None:
@@ -124,51 +147,6 @@ def _defer(checkpoint: ModelCheckpoint, patches: Patches, is_open: Callable[[], 
 def another_epoch_follows(trainer: "pl.Trainer") -> bool:
     """Whether this epoch is not the last of ``max_epochs``."""
     return trainer.max_epochs in (None, -1) or trainer.current_epoch + 1 < trainer.max_epochs
-
-
-class CarryOverEpochs:
-    """Keeps Lightning from making an optimizer step at the end of an epoch while a window is open.
-
-    Lightning steps with the last micro-batch of every epoch. While that micro-batch runs, the epoch is made to look
-    endless. When it is over the epoch ends as always: schedulers that count epochs step, validation runs,
-    ``on_train_epoch_end`` is called. Two things that Lightning does there, in the belief that a step was made, are held
-    back: it zeroes the gradients for validation, and it counts a step for the x axis of loggers.
-    """
-
-    def __init__(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", is_open: Callable[[], bool]) -> None:
-        if any(config.interval == "step" and config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
-            raise MisconfigurationException(
-                "AccumulationScheduler(carry_over=True) cannot be used with ReduceLROnPlateau at interval='step',"
-                " which Lightning steps at the end of every epoch as well. Use interval='epoch', or leave carry_over"
-                " out."
-            )
-        self._trainer = trainer
-        self._is_open = is_open
-        self._hidden: tuple[float, bool] | None = None
-        self._zero_grad = Patches.of(trainer).replace(
-            pl_module, "on_validation_model_zero_grad", self._zero_grad_unless_open
-        )
-
-    def hide(self) -> None:
-        """The micro-batch that begins is the last of its epoch, and its window stays open."""
-        self._hidden = private_loop_api.replace_end_of_epoch(self._trainer, (float("inf"), False))
-
-    def show(self) -> None:
-        """If an end was hidden: the micro-batch is over, and the epoch ends now."""
-        if self._hidden is None:
-            return
-        self.restore_end()
-        self._trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        private_loop_api.undo_logged_step(self._trainer)
-
-    def restore_end(self) -> None:
-        """Lets Lightning see the end that was hidden, if one was."""
-        if self._hidden is not None:
-            private_loop_api.replace_end_of_epoch(self._trainer, self._hidden)
-            self._hidden = None
-
-    def _zero_grad_unless_open(self, *args: Any, **kwargs: Any) -> Any:
-        return None if self._is_open() else self._zero_grad.original(*args, **kwargs)
 
 
 def step_where_batches_are_declined(

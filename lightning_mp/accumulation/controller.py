@@ -14,11 +14,7 @@ from typing_extensions import override
 
 from lightning_mp.accumulation import windows
 from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
-from lightning_mp.accumulation.boundary import (
-    AccumulationBoundary,
-    another_epoch_follows,
-    repeated_losses,
-)
+from lightning_mp.accumulation.boundary import AccumulationBoundary, another_epoch_follows, repeated_losses
 from lightning_mp.accumulation.lost_gradient import lost_gradient_message
 from lightning_mp.accumulation.partial_state import PartialAccumulation
 from lightning_mp.accumulation.schedule import TargetBatch

@@ -53,15 +53,13 @@ class RaggedBatches:
         if rows_differ(batch):
             self._report_rows(batch)
         elif listed_samples(batch) is None and (tensors := first_list(batch)):
-            self._compare_lists(len(tensors), tensors[0].shape[0])
-
-    def _compare_lists(self, length: int, rows: int) -> None:
-        before, self._list = self._list, (length, rows)
-        if before is not None and before[0] != length and before[1] == rows:
-            self._report(
-                f"A batch is a list of {length} tensors, and one before it was of {before[0]}; all tensors have"
-                f" {rows} rows. These {rows} are taken for the samples of either batch, not its tensors:"
-            )
+            before, self._list = self._list, (len(tensors), tensors[0].shape[0])
+            (length, rows), (length_before, rows_before) = self._list, before or self._list
+            if length != length_before and rows == rows_before:
+                self._report(
+                    f"A batch is a list of {length} tensors, and one before it was of {length_before}; all tensors have"
+                    f" {rows} rows. These {rows} are taken for the samples of either batch, not its tensors:"
+                )
 
     def _report_rows(self, batch: Any) -> None:
         first_with: dict[int, str] = {}
