@@ -268,7 +268,7 @@ class AccumulationController(RunCounts):
     ) -> None:
         """Trims and counts the micro-batch and decides whether it opens or closes a window."""
         settings, fit = self.settings, self._fit
-        if settings.weighting is None:
+        if fit.weighing is None:
             return
         if fit.limiter is not None:
             fit.limiter.restore_labels()
@@ -278,7 +278,7 @@ class AccumulationController(RunCounts):
         ):
             self._close_early()
         is_first = fit.weighting is None and not fit.takes_iterator
-        if is_first and (settings.weighting.weight_by is not None or not settings.follows_trainer):
+        if is_first and not (settings.follows_trainer and fit.weighing.is_only_counted):
             self._inspect_first_batch(trainer, pl_module, batch)
         opens, ends_run = not self.state.window.is_open, False
         if fit.weighting is None:
@@ -306,8 +306,7 @@ class AccumulationController(RunCounts):
             if is_first and isinstance(settings.schedule, TargetBatch):
                 self._report_target(settings.schedule.counted)
         self.state = windows.begin_micro_batch(self.state, micro_batch)
-        if fit.weighing is not None:
-            fit.weighing.may_meet = True
+        fit.weighing.may_meet = True
         self._set_lightnings_window(trainer, batch_idx, opens=opens, ends_epoch=ends_epoch)
         if is_first:
             for function in fit.at_first_batch:
@@ -333,16 +332,15 @@ class AccumulationController(RunCounts):
     @override
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Weighs the loss. A micro-batch without a loss never comes here and is not counted."""
-        if self.settings.weighting is None:
+        weighing = self._fit.weighing
+        if weighing is None:
             return
         if self.state.window.totals is None:
             if self.settings.follows_trainer:  # an optimizer's own evaluation, or a module's
                 return
             raise repeated_losses(trainer.optimizers)
-        weighing, weighting = self._fit.weighing, self.weighting
-        if weighing is not None and weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
-            assert weighting is not None
-            self.state = weighing.weigh(self.state, weighting, loss)
+        if weighing.source is not None and not windows.is_single_micro_batch_step(self.state):
+            self.state = weighing.weigh(self.state, loss)
             factor = self.state.micro_batch.factor
             share = int(trainer.accumulate_grad_batches) / self.state.window.planned
             factor = factor if share == 1.0 else factor * share  # the number was set inside a window
@@ -376,7 +374,7 @@ class AccumulationController(RunCounts):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Moves on to the next micro-batch, or ends the run."""
-        if self.settings.weighting is None:
+        if self._fit.weighing is None:
             return
         self.state = windows.end_micro_batch(self.state)
         if self.settings.follows_trainer:  # Lightning decides where a window ends
@@ -384,8 +382,7 @@ class AccumulationController(RunCounts):
             self.state = replace(self.state, window=replace(window, is_open=window.totals is not None))
             if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
                 trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
-        if self._fit.weighing is not None:
-            self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
+        self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
         if self._fit.boundary is not None:
             self._fit.boundary.end()
         if self.state.micro_batch.ends_run and self._is_spent(trainer):

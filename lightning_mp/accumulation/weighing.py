@@ -19,7 +19,6 @@ from lightning_mp.core.ranks import all_gathered, world_size
 from lightning_mp.core.trainer_ranks import is_pipelined
 from lightning_mp.tokens.counter import ITEMS, LOSSES, UNKNOWN
 from lightning_mp.tokens.loss_items import Items, Number, Unknown, read_items
-from lightning_mp.tokens.loss_weighting import Weighting
 from lightning_mp.tokens.loss_weights import LossWeights
 
 #: What weights come from: losses, a count of the batch (explicit, or in a pipeline), or nothing.
@@ -38,11 +37,11 @@ class MicroBatchWeighing:
         self._trainer, self._losses, requested = trainer, losses, settings.weighting
         assert requested is not None
         by_hand = requested.weight_by not in (None, "auto") or requested.count_weighs
-        self._is_only_counted = requested.weight_by is None
+        self.is_only_counted = requested.weight_by is None  # by callbacks
         self.source: Source = None
-        if by_hand or (is_pipelined(trainer) and not self._is_only_counted):
+        if by_hand or (is_pipelined(trainer) and not self.is_only_counted):
             self.source = "batch"
-        elif (settings.weighs_by_loss or not self._is_only_counted) and not is_pipelined(trainer):
+        elif (settings.weighs_by_loss or not self.is_only_counted) and not is_pipelined(trainer):
             self.source = "loss"
         if self.source == "batch" and settings.follows_trainer:
             rank_zero_info(
@@ -50,7 +49,7 @@ class MicroBatchWeighing:
                 " the stages of a pipeline do not see what a loss is a mean over."
             )
         self._is_own_count = requested.count_weighs
-        self._left = _CHECKED_LOSSES if by_hand else 0
+        self._left = _CHECKED_LOSSES if by_hand and requested.weight_by in ("auto", "token") else 0
         self._first: tuple[float, float] | None = None  # of the losses that are checked: what it counts, and its weight
         # Of gradients when a micro-batch was over; None once the second one of a window has been weighed.
         self._versions: dict[nn.Parameter, int] | None = {} if self.source == "loss" else None
@@ -63,19 +62,17 @@ class MicroBatchWeighing:
         """Whether micro-batches have equal weights, which Lightning's division gives them."""
         return self.source == "loss" and self._losses.is_equal
 
-    def weigh(self, state: AccumulationState, weighting: Weighting, loss: Tensor) -> AccumulationState:
+    def weigh(self, state: AccumulationState, loss: Tensor) -> AccumulationState:
         """The state with what the current micro-batch weighs; its loss is not weighed yet. Call it on all ranks."""
         state = self.settle_window(state)
         if self.is_equal:
             return windows.weigh_equally(state)
-        if self.source == "loss":
-            return self._by_loss(state, loss)
-        return self._by_count(state, weighting, loss)
+        return self._by_loss(state, loss) if self.source == "loss" else self._by_count(state, loss)
 
-    def _by_count(self, state: AccumulationState, weighting: Weighting, loss: Tensor) -> AccumulationState:
+    def _by_count(self, state: AccumulationState, loss: Tensor) -> AccumulationState:
         measure = state.micro_batch.measure
         if self._left:
-            self._check(loss, measure.items, weighting)
+            self._check(loss, measure.items)
         if state.reference_items is None:
             reference = self._trainer.strategy.broadcast(float(measure.items) or 1.0)
             state = replace(state, reference_items=reference)
@@ -145,7 +142,7 @@ class MicroBatchWeighing:
         """By what the gradient of a window is multiplied, whose totals over all ranks these are; None if that is 1."""
         if self.source is None:
             return None
-        is_lightnings = self.is_equal and self._is_only_counted
+        is_lightnings = self.is_equal and self.is_only_counted
         return windows.normalisation(state, totals, num_ranks, is_equal=self.is_equal, is_lightnings=is_lightnings)
 
     def close_window(self, state: AccumulationState, totals: HostCopy) -> AccumulationState:
@@ -181,14 +178,13 @@ class MicroBatchWeighing:
         totals = [float(one.means[0].total) for one in readings if isinstance(one, Items) and one.means]
         return replace(state, reference_items=max(totals))
 
-    def _check(self, loss: Tensor, items: Number, weighting: Weighting) -> None:
+    def _check(self, loss: Tensor, items: Number) -> None:
         """Warns once if the first losses are means over another number than the chosen one."""
         self._left -= 1
         reading = read_items(loss, divided=True)
-        is_checked = weighting.weight_by == "token" and isinstance(reading, Items) and len(reading.means) == 1
-        if not is_checked or not reading.means[0].kind.startswith("targets"):  # type: ignore[union-attr]  # checked
+        if isinstance(reading, Unknown) or [mean.kind[:7] for mean in reading.means] != ["targets"]:
             return
-        counted, weight = float(reading.means[0].total), float(items)  # type: ignore[union-attr]
+        counted, weight = float(reading.means[0].total), float(items)
         first = self._first = self._first or (counted, weight)
         if abs(counted * first[1] - weight * first[0]) > 1e-6 * abs(counted * first[1]):
             self._left, name = 0, "count=" if self._is_own_count else "their target tokens"
