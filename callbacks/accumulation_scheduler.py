@@ -296,7 +296,6 @@ def _refuse_unless_one(**given: object) -> None:
 
 def _target_batch(samples: BatchTarget | None, tokens: BatchTarget | None, unit: Unit, ramp: Ramp) -> TargetBatch:
     counted: Literal["sample", "token"] = "sample" if samples is not None else "token"
-    target = samples if samples is not None else tokens
-    assert target is not None
-    table: Any = target if isinstance(target, Mapping) else {0: target}
+    target: Any = samples if samples is not None else tokens
+    table = target if isinstance(target, Mapping) else {0: target}
     return TargetBatch(parse_schedule(table, f"target_{counted}s"), counted, unit, ramp)

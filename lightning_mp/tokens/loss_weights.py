@@ -59,7 +59,7 @@ class LossWeights:
         kinds = ", ".join(dict.fromkeys(mean.kind for mean in first.means))
         return (
             f"Gradient accumulation: micro-batches are weighted by what their losses are means over ({kinds}),"
-            f" {_numbers(first)} in the first one."
+            f" {_numbers(first.means)} in the first one."
         )
 
     def weigh_equally(self, why: str) -> str:
@@ -94,7 +94,7 @@ class LossWeights:
         if main is None or known is None:
             return 0.0, False, f"it counts {reading.means[0].kind}, the first loss {first.means[0].kind}"
         if isinstance(main.total, float) and not 0 <= main.total < math.inf:
-            return 0.0, False, f"it is a mean over {_text([main.total])} items"
+            return 0.0, False, f"it is a mean over {_numbers([main])} items"
         if not math.isfinite(factor):  # as its gradient, with which no step is made
             return main.total, True, ""
         before = self._forms.get(reading.form)
@@ -119,7 +119,7 @@ class LossWeights:
         for index, mean in enumerate(means):
             is_same = is_same and mean.kind == first[index].kind
         if not is_same and (reading.has_zero or self.first.has_zero or not _are_over_one_number(first)):
-            return 0.0, False, self._out_of_proportion(reading)
+            return 0.0, False, _out_of_proportion(means, first)
         for index, mean in enumerate(means):
             expected = main.total * (first[index].total / known.total) if is_same else main.total
             is_close = abs(mean.total - expected) <= _CLOSE * expected  # type: ignore[operator]  # numbers, or tensors
@@ -127,14 +127,10 @@ class LossWeights:
         if is_known is True:
             return main.total, True, ""
         if len(means) > 1:
-            return main.total, is_known, self._out_of_proportion(reading)
+            return main.total, is_known, _out_of_proportion(means, first)
         is_even = main.is_even is True
         why = "both numbers of its mean of means change" if is_even else "it is a mean of means over different numbers"
         return main.total, is_known, why
-
-    def _out_of_proportion(self, reading: Items) -> str:
-        assert self.first is not None
-        return f"it adds means over {_numbers(reading)} items, and the first loss over {_numbers(self.first)}"
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -173,11 +169,11 @@ def _are_over_one_number(means: Sequence[Mean]) -> bool:
     return max(totals) - min(totals) <= _CLOSE * totals[0]
 
 
-def _numbers(reading: Items) -> str:
-    return _text([mean.total for mean in reading.means])
+def _out_of_proportion(means: Sequence[Mean], first: Sequence[Mean]) -> str:
+    return f"it adds means over {_numbers(means)} items, and the first loss over {_numbers(first)}"
 
 
-def _text(numbers: Sequence[Number]) -> str:
-    texts = ["a number on the device" if isinstance(number, Tensor) else f"{number:g}" for number in numbers]
+def _numbers(means: Sequence[Mean]) -> str:
+    texts = ["a number on the device" if isinstance(mean.total, Tensor) else f"{mean.total:g}" for mean in means]
     texts = ["1 or no" if text == "nan" else text for text in texts]
     return " and ".join(texts[:4] + ["..."] * (len(texts) > 4))
