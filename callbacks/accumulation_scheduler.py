@@ -212,10 +212,10 @@ class AccumulationScheduler(SettingsRepr, Callback):
             )
         controller.settings.follow(
             self.windows,
-            sync=self.sync,
-            save_partial_gradients=self.save_partial_gradients,
+            self.sync,
+            partial_gradients=self.save_partial_gradients,
             carry_over=self.carry_over,
-            total_steps=lambda: self._estimated_stepping_batches(trainer),
+            total=lambda: self._estimated_stepping_batches(trainer),
         )
         # From now on `trainer.estimated_stepping_batches` is right, also in `configure_optimizers`.
         trainer.accumulate_grad_batches = controller.settings.idle_value()

@@ -8,11 +8,14 @@ from typing_extensions import override
 
 from lightning_mp.core.modulo_override import ModuloOverride
 
+#: Gives the optimizer steps of a run; None if they are not known.
+TotalSteps = Callable[[], int | None]
+
 
 class _StepsPerEpoch(int):
     """Answers ``steps_per_epoch * epochs``, of which the true number is no multiple."""
 
-    _total: Callable[[], int | None]
+    _total: TotalSteps
 
     @override
     def __mul__(self, epochs: int) -> int:
@@ -21,7 +24,7 @@ class _StepsPerEpoch(int):
 
 
 class _MeanStepsPerEpoch(float):
-    _total: Callable[[], int | None]
+    _total: TotalSteps
 
     @override
     def __ceil__(self) -> int:
@@ -45,13 +48,10 @@ class AccumulateGradBatches(ModuloOverride):
     """
 
     _remainders: Mapping[int, int]
-    _total: Callable[[], int | None] | None
+    _total: TotalSteps | None
 
     def __new__(
-        cls,
-        micro_batches: int,
-        remainders: Mapping[int, int] | None = None,
-        total: Callable[[], int | None] | None = None,
+        cls, micro_batches: int, remainders: Mapping[int, int] | None = None, total: TotalSteps | None = None
     ) -> Self:
         """Makes the number; an ``int`` is complete before ``__init__`` could see it."""
         window = super().__new__(cls, micro_batches)

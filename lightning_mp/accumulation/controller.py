@@ -580,8 +580,7 @@ class AccumulationController(RunCounts):
         if self.lost_window is not None:
             rank_zero_warn(lost_gradient_message(*self.lost_window))
         elif window.is_open and window.totals is not None and not self.settings.follows_trainer:
-            totals = window.totals.tensor(pl_module.device)
-            PartialAccumulation.of(trainer, pl_module, window.planned, window.position, totals).save(checkpoint)
+            checkpoint.update(PartialAccumulation.of(trainer, pl_module, window))
 
     @property
     def lost_window(self) -> tuple[int, int] | None:

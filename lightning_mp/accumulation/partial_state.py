@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 
+from lightning_mp.accumulation.windows import Window
 from lightning_mp.core.ranks import sum_over_ranks_, world_size
 from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, Schema, checked_state, listed_of, tensor_like
 from lightning_mp.core.trainer_ranks import is_pipelined
@@ -32,19 +33,17 @@ class PartialAccumulation:
     gradients: dict[str, Tensor]
 
     @classmethod
-    def of(cls, trainer: "pl.Trainer", module: nn.Module, planned: int, position: int, totals: Tensor) -> Self:
-        """Gathers it; call it on all ranks.
+    def of(cls, trainer: "pl.Trainer", pl_module: "pl.LightningModule", window: Window) -> dict[str, Any]:
+        """Gathers it, for a checkpoint; call it on all ranks.
 
         On one process gradients are saved to the bit. On several the window's gradient is the mean over ranks anyway,
         so that every rank may continue from the mean; the sum is then the same up to rounding. A rank that has not
         used a parameter yet adds nothing to it.
         """
-        gradients = mean_over_ranks(module)
-        return cls(planned, position, world_size(), _loss_scale(trainer), sum_over_ranks_(totals).tolist(), gradients)
-
-    def save(self, checkpoint: dict[str, Any]) -> None:
-        """Writes it into a checkpoint."""
-        checkpoint[self.key] = asdict(self)
+        assert window.totals is not None
+        totals, gradients = sum_over_ranks_(window.totals.tensor(pl_module.device)).tolist(), mean_over_ranks(pl_module)
+        ranks, scale = world_size(), _loss_scale(trainer)
+        return {cls.key: asdict(cls(window.planned, window.position, ranks, scale, totals, gradients))}
 
     @classmethod
     def load(cls, checkpoint: dict[str, Any], trainer: "pl.Trainer", module: nn.Module) -> Self | None:

@@ -1,12 +1,11 @@
 """How a fit accumulates: what callbacks request of the controller, checked against each other."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches
+from lightning_mp.accumulation.accumulate_grad_batches import AccumulateGradBatches, TotalSteps
 from lightning_mp.accumulation.schedule import Unit, WindowSchedule
 from lightning_mp.gradients.sync import Sync
 from lightning_mp.tokens.budget import TokenBudget
@@ -30,7 +29,7 @@ class AccumulationSettings:
     follows_trainer: bool = False  # nothing but weights was requested: windows are Lightning's
     budget: TokenBudget | None = None  # where the run ends
     # optimizer steps of the whole schedule, for `trainer.estimated_stepping_batches`
-    total_steps: Callable[[], int | None] | None = None
+    total_steps: TotalSteps | None = None
 
     @property
     def tokens_for(self) -> str:
@@ -45,13 +44,7 @@ class AccumulationSettings:
         return self.schedule.units if self.schedule is not None else frozenset()
 
     def follow(
-        self,
-        schedule: WindowSchedule,
-        *,
-        sync: Sync = "window",
-        save_partial_gradients: bool = False,
-        carry_over: bool = False,
-        total_steps: Callable[[], int | None] | None = None,
+        self, schedule: WindowSchedule, sync: Sync, *, partial_gradients: bool, carry_over: bool, total: TotalSteps
     ) -> None:
         """Lengths of windows come from ``schedule``, asked once when a window opens."""
         if self.constant != 1:
@@ -61,11 +54,8 @@ class AccumulationSettings:
             )
         if self.schedule is not None:
             raise MisconfigurationException("There are two AccumulationSchedulers; merge them into one schedule.")
-        self.schedule = schedule
-        self.sync = sync
-        self.saves_partial_gradients = save_partial_gradients
-        self.carries_over = carry_over
-        self.total_steps = total_steps
+        self.schedule, self.sync, self.total_steps = schedule, sync, total
+        self.saves_partial_gradients, self.carries_over = partial_gradients, carry_over
 
     def idle_value(self) -> int:
         """The value of ``trainer.accumulate_grad_batches`` where no window is open."""

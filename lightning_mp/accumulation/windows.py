@@ -100,6 +100,15 @@ class Window:
     totals: AccumulationTotals | None = None
 
 
+#: What a checkpoint holds of the state, beside the layout.
+_SAVED = {
+    "reference_items": or_none(POSITIVE),
+    "micro_batch_samples": COUNT,
+    "micro_batch_tokens": COUNT,
+    "budget_reached": FLAG,
+}
+
+
 @dataclass(frozen=True)
 class AccumulationState:
     """How far a run is."""
@@ -140,29 +149,18 @@ class AccumulationState:
 
     def state_dict(self) -> dict[str, Any]:
         """How far the run is, for a checkpoint."""
-        return {
-            "reference_items": self.reference_items,
-            "layout": None if self.layout is None else asdict(self.layout),
-            "micro_batch_samples": self.micro_batch_samples,
-            "micro_batch_tokens": self.micro_batch_tokens,
-            "budget_reached": self.budget_reached,
-        }
+        layout = None if self.layout is None else asdict(self.layout)
+        return {name: getattr(self, name) for name in _SAVED} | {"layout": layout}
 
     @classmethod
     def read(cls, saved: Any) -> Self:
         """From a checkpoint."""
-        kinds = {
-            "reference_items": or_none(POSITIVE),
-            "micro_batch_samples": COUNT,
-            "micro_batch_tokens": COUNT,
-            "budget_reached": FLAG,
-        }
-        state = checked_state(saved, kinds, "accumulation windows")
+        state = checked_state(saved, _SAVED, "accumulation windows")
         layout = state.get("layout")
         if layout is not None:
             ranks = {"data_ranks": POSITIVE, "batch_size": or_none(POSITIVE)}
             layout = DataLayout(**checked_state(layout, ranks, "the layout of data over ranks"))
-        return cls(layout=layout, **{name: state[name] for name in kinds})
+        return cls(layout=layout, **{name: state[name] for name in _SAVED})
 
 
 def open_window(state: AccumulationState, planned: int) -> AccumulationState:
