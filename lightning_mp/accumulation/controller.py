@@ -166,9 +166,9 @@ class AccumulationController(RunCounts):
 
     @property
     @override
-    def measure(self) -> Measure:
-        """The current micro-batch."""
-        return self.state.micro_batch.measure
+    def measure(self) -> Measure | None:
+        """The current micro-batch; None where micro-batches are not weighted."""
+        return self.state.micro_batch.measure if self._fit.weighing is not None else None
 
     @property
     @override
@@ -432,7 +432,7 @@ class AccumulationController(RunCounts):
             samples: how many each of them has.
             losses_add_up: the loss of the whole is the sum of theirs, not their mean.
         """
-        whole = self.measure
+        whole = self.state.micro_batch.measure
         counted: list[float | Tensor] = [whole.items * number / sum(samples) for number in samples]
         if self._by_hand is not None:
             own = [self._by_hand.measure(batch).items for batch in batches]
