@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, OverflowMonitor
+from lightning_mp.accumulation.controller import AccumulationController
 
 pytestmark = pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 ROWS = (2, 5, 1, 4, 3, 6, 2, 2)  # of batches that the ranks take in turn
@@ -116,3 +117,18 @@ def test_a_scheduler_leaves_them_out_with_a_stock_plugin() -> None:
     module = Sometimes({1})
     fit(module, batches()[:4], AccumulationScheduler({0: 4}))
     torch.testing.assert_close(weights(module), reference({1, 4, 5, 6, 7}, is_mean=True))
+
+
+def test_their_tokens_are_not_counted() -> None:
+    def on_rank(rank: int) -> tuple[list[Tensor], int]:
+        module = Sometimes({1, 6})
+        scheduler = AccumulationScheduler({0: 2}, count=lambda batch: len(batch[1]))
+        strategy = DDPStrategy(process_group_backend="gloo")
+        trainer = fit(module, batches()[rank::2], scheduler, strategy=strategy, devices=2)
+        controller = AccumulationController.of(trainer)
+        assert controller is not None
+        return weights(module), controller.counter.tokens
+
+    for found, tokens in run_same_ranks(on_rank, 2):
+        torch.testing.assert_close(found, reference({1, 6}, is_mean=True))
+        assert tokens == sum(ROWS) - ROWS[1] - ROWS[6]
