@@ -113,7 +113,7 @@ def test_texts_alone_are_samples():
         ({"x": X, "graph": SimpleNamespace()}, r"batch\['graph'\] is of type 'SimpleNamespace'"),
         ([X, {1, 2}], r"batch\[1\] is of type 'set'"),
         ([torch.tensor(1.0), 3], "a batch of type 'list' in which no tensor has a first dimension"),
-        (pack_sequence([torch.ones(2), torch.ones(1)]), "batch is a PackedSequence"),
+        (pack_sequence([torch.ones(2), torch.ones(1)]), "batch is of type 'PackedSequence'"),
         ([X.to_sparse()], r"batch\[0\] is a nested or sparse tensor"),
         ({"x": X[:0]}, "no tensor has a first dimension"),
     ],
@@ -173,8 +173,3 @@ def test_of_anything_else_the_last_is_taken():
     assert torch.equal(merged(torch.ones(2, 3), torch.ones(4, 3)), torch.ones(4, 3))
     assert merged([1, 2], [3]) == [3]
     assert merged({"a": 1.0, "b": 2.0}, {"a": 3.0}) == {"a": 1.5}
-
-
-def test_one_output_is_itself():
-    output = {"y": X}
-    assert merge_outputs([output], [5], [1.0]) is output
