@@ -167,11 +167,8 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Keeps the scaled and weighted loss, on its device."""
         window = self._fit.windows.get(trainer.global_step)
-        if window is None:
-            return
-        # Those of parts add up to that of the whole; of repeated ones nothing is known.
-        before, is_known = window[-1].scaled_loss, not RunState.of(trainer).is_repeating
-        window[-1].scaled_loss = (loss.detach() if before is None else before + loss.detach()) if is_known else None
+        if window is not None:
+            window[-1].scaled_loss = loss.detach()
 
     # -- a skipped step ------------------------------------------------------------------------------------------------
 
