@@ -18,7 +18,6 @@ from lightning_mp.core import private_tensor_api
 from lightning_mp.core.arguments import function_or_none, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import listed
-from lightning_mp.core.patches import Patches
 from lightning_mp.core.saved_state import POSITIVE_COUNT, Schema, checked_state, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.core.trainer_ranks import is_pipelined
@@ -122,9 +121,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         assert controller.weighting is not None
         if controller.weighting.weight_by is None and getattr(trainer.precision_plugin, "weight_by", "loss") is None:
             controller.weigh_equally("the precision plugin has weight_by=None")
-        step = SplitStep(trainer, pl_module, self, self._state)
-        if trainer.world_size > 1:
-            _guard_all_gather(Patches.of(trainer), pl_module, step)
+        SplitStep(trainer, pl_module, controller, self._state, owner=self)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -138,19 +135,6 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         state = checked_state(state_dict, kinds, "MicroBatchOnOOM")
         self._state.form, size = state["form"], state["size"]
         self._state.size = None if size is None else max(size, self.min_size)
-
-
-def _guard_all_gather(patches: Patches, pl_module: "pl.LightningModule", step: SplitStep) -> None:
-    def all_gather(*args: Any, **kwargs: Any) -> Any:
-        if step.under_way:
-            raise MisconfigurationException(
-                "The training step called self.all_gather. MicroBatchOnOOM cannot repeat it on one rank alone: the"
-                " others would not take part, and wait forever. Gather outside of the training step, or remove the"
-                " callback."
-            )
-        return method.original(*args, **kwargs)
-
-    method = patches.replace(pl_module, "all_gather", all_gather)
 
 
 def _refuse_what_cannot_be_repeated(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

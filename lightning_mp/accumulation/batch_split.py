@@ -70,24 +70,10 @@ def num_samples(batch: Any) -> int:
     return count
 
 
-def microbatch_bounds(samples: int, size: int, least: int = 1) -> list[tuple[int, int]]:
-    """Start and stop of as few and as even microbatches as possible, none larger than ``size``.
-
-    None of them is smaller than ``least``, if need be by making them larger.
-
-    >>> microbatch_bounds(9, 4)
-    [(0, 3), (3, 6), (6, 9)]
-    >>> microbatch_bounds(5, 4)
-    [(0, 3), (3, 5)]
-    >>> microbatch_bounds(5, 2, least=2)
-    [(0, 3), (3, 5)]
-    """
-    num_microbatches = max(min(-(-samples // size), samples // least), 1)
-    return list(pairwise(-(-samples * index // num_microbatches) for index in range(num_microbatches + 1)))
-
-
 def split_batch(batch: Any, size: int, least: int = 1) -> list[Microbatch]:
-    """Splits a batch into microbatches of at most ``size`` samples, and of ``least`` or more.
+    """Splits a batch into as few and as even microbatches of at most ``size`` samples as possible.
+
+    None has fewer than ``least``, if need be by more than ``size``.
 
     Tensors, TensorDicts and arrays are sliced along dimension 0 (views, nothing is copied). Dicts and other mutable
     mappings (``BatchEncoding``), dataclasses, named tuples, and lists and tuples that hold a tensor anywhere are taken
@@ -101,11 +87,12 @@ def split_batch(batch: Any, size: int, least: int = 1) -> list[Microbatch]:
     [[tensor([0, 1]), ('a', 'b')], [tensor([2]), ('c',)]]
     """
     samples = num_samples(batch)
-    if samples <= size:
+    number = max(min(-(-samples // size), samples // least), 1)
+    if number == 1:
         return [Microbatch(batch, samples)]
+    bounds = pairwise(-(-samples * index // number) for index in range(number + 1))
     return [
-        Microbatch(_map_leaves(batch, partial(_slice, part=slice(start, stop))), stop - start)
-        for start, stop in microbatch_bounds(samples, size, least)
+        Microbatch(_map_leaves(batch, partial(_slice, part=slice(start, stop))), stop - start) for start, stop in bounds
     ]
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
@@ -86,15 +86,15 @@ class Comparison(NamedTuple):
         return f"the loss of {self.samples} samples is {self.whole:.4g}, those of their halves are {losses}"
 
 
+@dataclass
 class LossProbe:
     """Finds out how the loss of a batch is made of its parts' losses. The caller restores module and random numbers."""
 
-    def __init__(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", state: SplitState, closure: BatchClosure
-    ) -> None:
-        self._trainer, self._module, self._state, self._closure = trainer, pl_module, state, closure
-        assert state.size is not None
-        self._size = state.size
+    trainer: "pl.Trainer"
+    module: "pl.LightningModule"
+    controller: AccumulationController
+    state: SplitState
+    closure: BatchClosure
 
     def form_of(self, batch: Any) -> LossForm | None:
         """Compares the losses of the first parts and of their halves, one by one; None if none of them shows it.
@@ -105,8 +105,8 @@ class LossProbe:
         Raises:
             MisconfigurationException: if the losses do not add up, or there are none to compare.
         """
-        modes = {module: module.training for module in self._module.modules()}
-        with _frozen_parameters_watched(self._module), logging_muted(self._module):
+        modes = {module: module.training for module in self.module.modules()}
+        with _frozen_parameters_watched(self.module), logging_muted(self.module):
             for is_eval in (True, False):
                 try:
                     for module, mode in modes.items():
@@ -128,11 +128,11 @@ class LossProbe:
         ) from reason
 
     def _compare(self, batch: Any, *, must_see_losses: bool) -> LossForm | None:
-        before = RandomState.capture(self._module.device)
+        before = RandomState.capture(self.module.device)
         form: LossForm | None = None
-        tolerance = _TOLERANCE_16_BIT if "16" in str(self._trainer.precision) else _TOLERANCE
+        tolerance = _TOLERANCE_16_BIT if "16" in str(self.trainer.precision) else _TOLERANCE
         # Of parts with one sample two together.
-        parts = replace(self._state, size=max(self._size, 2)).parts_of(batch)
+        parts = replace(self.state, size=max(self.state.size or 0, 2)).parts_of(batch)
         for part in [part for part in parts if part.samples > 1][:_MOST_COMPARISONS]:
             losses = self._losses(part)
             known = [loss for loss in losses if loss is not None]
@@ -167,24 +167,22 @@ class LossProbe:
 
     def _losses(self, whole: Microbatch) -> list[PartLoss | None]:
         """The losses of the halves of some samples, then that of all of them; None where there is none."""
-        halves = replace(self._state, size=-(-whole.samples // 2), least=1).parts_of(whole.batch)
+        halves = replace(self.state, size=-(-whole.samples // 2), least=1).parts_of(whole.batch)
         found = [self._loss(half) for half in halves]
         # More than fits with what a backward needs.
-        with nullcontext() if whole.samples <= self._size else torch.no_grad():
+        with nullcontext() if self.state.size != 1 else torch.no_grad():
             return [*found, self._loss(whole)]
 
     def _loss(self, part: Microbatch) -> PartLoss | None:
-        arguments = {**self._closure.arguments, "batch": copied_containers(part.batch)}
-        with self._trainer.precision_plugin.train_step_context():
-            output = self._module.training_step(*arguments.values())
+        arguments = {**self.closure.arguments, "batch": copied_containers(part.batch)}
+        with self.trainer.precision_plugin.train_step_context():
+            output = self.module.training_step(*arguments.values())
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if output is None:
             return None
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("it returned no loss")
-        controller, counted = AccumulationController.of(self._trainer), None
-        if loss.grad_fn is not None and controller is not None:
-            counted = controller.count_of_part(part.batch, loss)
+        counted = self.controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
         return PartLoss(part.samples if counted is None else counted[0], float(loss.detach()))
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mp.core import private_loop_api, private_results_api
+from lightning_mp.core import private_loop_api
 
 
 class RanPart(NamedTuple):
@@ -129,7 +129,7 @@ class PartLogs:
             self._log.original(fx, name, value, **arguments)
             return
         if isinstance(value, Metric):
-            arguments["metric"], value = value, private_results_api.batch_value(value)
+            arguments["metric"], value = value, private_loop_api.batch_value(value)
         self._repeats[fx, name] += 1
         value = value.detach() if isinstance(value, Tensor) else value
         self._calls.setdefault((fx, name, self._repeats[fx, name]), []).append((self._part, value, arguments))
@@ -151,7 +151,7 @@ class PartLogs:
             if metric is not None:
                 if len(values) > 1 and all(isinstance(value, Tensor) for value in values):
                     by = [one.samples for one in logged]
-                    private_results_api.set_batch_value(metric, merge_logged(values, by))
+                    private_loop_api.set_batch_value(metric, merge_logged(values, by))
                 value = metric
             elif len(values) > 1:
                 by = weights

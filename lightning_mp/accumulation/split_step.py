@@ -86,24 +86,27 @@ class SplitStep:
     """Runs the closures of one fit; to be made when it starts."""
 
     def __init__(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", owner: object, state: SplitState
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        controller: AccumulationController,
+        state: SplitState,
+        owner: object,
     ) -> None:
-        self._trainer, self._module, self._owner, self._state = trainer, pl_module, owner, state
+        self._trainer, self._module, self._controller = trainer, pl_module, controller
+        self._state, self._owner = state, owner
         model = trainer.strategy.model
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        controller = AccumulationController.of(trainer)
-        assert controller is not None
-        self._controller = controller
         self._logs = PartLogs(trainer)
         self._window: list[_Batch] = []  # the open one's, the last one the loader's current batch
-        self.under_way: _Batch | None = None  # that or an earlier one, done again
+        self._under_way: _Batch | None = None  # that or an earlier one, done again
         self._fitted: set[Any] = set()  # shapes whose backward was over when the optimizer had its state
         self._is_overlapping = False  # a backward whose buckets other ranks get
         self._run_state = RunState.of(trainer)
         private_loop_api.replace_closures(trainer, self._begin)
-        self._after_backward = Patches.of(trainer).replace(
-            trainer.precision_plugin, "post_backward", self._post_backward
-        )
+        patches = Patches.of(trainer)
+        self._after_backward = patches.replace(trainer.precision_plugin, "post_backward", self._post_backward)
+        self._gather = patches.replace(pl_module, "all_gather", self._all_gather)
 
     def _begin(self, closure: BatchClosure) -> Callable[[], ClosureResult] | None:
         if self._owner not in private_trainer_api.callbacks_of(self._trainer):
@@ -115,7 +118,16 @@ class SplitStep:
 
     def _post_backward(self, loss: Tensor, module: "pl.LightningModule") -> Any:
         """Calls ``on_after_backward`` after the last part only."""
-        return loss.detach() if self.under_way else self._after_backward.original(loss, module)
+        return loss.detach() if self._under_way else self._after_backward.original(loss, module)
+
+    def _all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        if self._under_way and self._trainer.world_size > 1:
+            raise MisconfigurationException(
+                "The training step called self.all_gather. MicroBatchOnOOM cannot repeat it on one rank alone: the"
+                " others would not take part, and wait forever. Gather outside of the training step, or remove the"
+                " callback."
+            )
+        return self._gather.original(*args, **kwargs)
 
     # -- one batch of the loader ---------------------------------------------------------------------------------------
 
@@ -131,16 +143,15 @@ class SplitStep:
         batch = _Batch(closure, kept, _versions(kept), random_state, restore, counted, closure.zero_grad)
         self._window.append(batch)
         closes = not private_trainer_api.is_accumulating(self._trainer)
-        divisor = int(self._trainer.accumulate_grad_batches)
         try:
             ran = self._attempt_until_it_fits(batch, closes)
-            self._logs.flush(ran, divisor, add_up=self._state.form == "sum")
+            self._logs.flush(ran, int(self._trainer.accumulate_grad_batches), add_up=self._state.form == "sum")
             if len(ran) > 1:
                 self._controller.end_parts(counted.micro_batch)
-            self.under_way = None
+            self._under_way = None
             self._call_after_backward(ran)
         finally:
-            self.under_way = None
+            self._under_way = None
             self._logs.drop()
             self._run_state.is_repeating = False
         if closes:
@@ -177,7 +188,7 @@ class SplitStep:
 
     def _run_parts(self, batch: _Batch, closes: bool) -> list[RanPart]:
         """What Lightning's closure does, for each part."""
-        self.under_way = batch
+        self._under_way = batch
         parts = batch.parts(self._state)
         is_split = len(parts) > 1
         if is_split:
@@ -241,8 +252,8 @@ class SplitStep:
     def _make_smaller(self, sizes_tried: list[int], error: Exception) -> None:
         """Halves the size, or raises the error with what it needs to be understood."""
         state = self._state
-        assert self.under_way is not None
-        samples = state.samples_of(self.under_way.kept)
+        assert self._under_way is not None
+        samples = state.samples_of(self._under_way.kept)
         sizes_tried.append(min(state.size or samples, samples))
         least = max(state.min_size, state.least)
         smaller, why_not = max(-(-sizes_tried[-1] // 2), least), ""
@@ -277,8 +288,10 @@ class SplitStep:
         """At the first split: whether the losses of parts add up to that of the whole, before anything has stepped."""
         state = self._state
         if state.form is None and state.size is not None and len(state.parts_of(batch.kept)) > 1:
-            self.under_way, self._run_state.is_repeating = batch, True
-            state.form = LossProbe(self._trainer, self._module, state, batch.closure).form_of(batch.kept)
+            self._under_way, self._run_state.is_repeating = batch, True
+            state.form = LossProbe(self._trainer, self._module, self._controller, state, batch.closure).form_of(
+                batch.kept
+            )
             batch.return_to(self._controller)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from lightning_mp.accumulation.batch_split import microbatch_bounds, num_samples, split_batch, split_by
+from lightning_mp.accumulation.batch_split import num_samples, split_batch, split_by
 from lightning_mp.accumulation.part_results import merge_outputs
 
 Pair = namedtuple("Pair", ["x", "names"])
@@ -40,14 +40,17 @@ X = torch.arange(10.0).reshape(5, 2)
 NAMES = list("abcde")
 
 
-@given(st.integers(1, 200), st.integers(1, 50))
-def test_bounds_cover_the_batch_in_few_and_even_microbatches(samples, size):
-    bounds = microbatch_bounds(samples, size)
-    lengths = [stop - start for start, stop in bounds]
-    assert [index for start, stop in bounds for index in range(start, stop)] == list(range(samples))
-    assert max(lengths) <= size
+@given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 2))
+def test_microbatches_cover_the_batch_and_are_few_and_even(samples, size, least):
+    microbatches = split_batch(torch.arange(samples), size, least)
+    lengths = [microbatch.samples for microbatch in microbatches]
+    assert torch.equal(torch.cat([microbatch.batch for microbatch in microbatches]), torch.arange(samples))
+    assert lengths == [len(microbatch.batch) for microbatch in microbatches]
     assert max(lengths) - min(lengths) <= 1
-    assert len(bounds) == -(-samples // size)
+    assert min(lengths) >= min(least, samples)
+    if least <= min(size, samples) and (least == 1 or samples % size == 0):
+        assert max(lengths) <= size
+        assert len(lengths) == -(-samples // size)
 
 
 def test_tensor_is_viewed_and_not_copied():
