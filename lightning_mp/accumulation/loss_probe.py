@@ -139,8 +139,10 @@ class LossProbe:
             if len(known) < len(losses):  # a step without a loss is left out of the mean
                 continue
             must_see_losses = False
-            compared = Comparison(part.samples, known[-1].loss, known[:-1])
-            if not before.is_current():
+            again, *halves, whole = known
+            compared = Comparison(part.samples, whole.loss, halves)
+            # Of the process, or of a generator of its own.
+            if not before.is_current() or abs(again.loss - halves[0].loss) > _SILENT * tolerance * abs(again.loss):
                 form = "sum" if compared.off("sum") < compared.off("mean") else "mean"
                 lightning_logger().warning(
                     "MicroBatchOnOOM cannot tell exactly how losses of parts add up, because the training step draws"
@@ -166,9 +168,9 @@ class LossProbe:
         return form
 
     def _losses(self, whole: Microbatch) -> list[PartLoss | None]:
-        """The losses of the halves of some samples, then that of all of them; None where there is none."""
+        """The losses of the halves of some samples, of the first one twice, and of all; None where there is none."""
         halves = replace(self.state, size=-(-whole.samples // 2), least=1).parts_of(whole.batch)
-        found = [self._loss(half) for half in halves]
+        found = [self._loss(half) for half in (halves[0], *halves)]
         # More than fits with what a backward needs.
         with nullcontext() if self.state.size != 1 else torch.no_grad():
             return [*found, self._loss(whole)]

@@ -110,9 +110,9 @@ def test_one_rank_alone_runs_out_of_memory(where, window, ddp):
     assert (size, other_size) == (None, 2)
     # Micro-batch 0 fits, from 1 on not: it is tried, then the losses of its parts and of their halves are compared.
     if where == "forward":
-        assert other_rows[:7] == [8, 8, 2, 2, 4, 1, 1]
+        assert other_rows[:9] == [8, 8, 2, 2, 2, 4, 1, 1, 1]
     else:  # both comparisons fit, and the backward of a part of 4 does not
-        assert other_rows[:9] == [8, 8, 2, 2, 4, 2, 2, 4, 4]
+        assert other_rows[:11] == [8, 8, 2, 2, 2, 4, 2, 2, 2, 4, 4]
     assert other_rows[-4:] == [2, 2, 2, 2]
     assert rows == [8] * len(rows)
     # Logged with sync_dist=True: one collective per micro-batch, however many microbatches a rank has run.

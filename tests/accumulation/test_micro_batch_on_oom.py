@@ -239,7 +239,7 @@ def test_a_failed_attempt_leaves_nothing_behind():
     assert model.steps == 4
     assert int(model.net[2].num_batches_tracked) == 4
     # The attempt that failed; four samples and their halves, whose losses were compared, twice.
-    assert [rows for _, rows in model.notes.rows] == [8, *2 * [2, 2, 4], 4, 4, 4, 4]
+    assert [rows for _, rows in model.notes.rows] == [8, *2 * [2, 2, 2, 4], 4, 4, 4, 4]
 
 
 class Box:
@@ -402,7 +402,7 @@ def test_the_size_is_kept_and_resumed(tmp_path):
     trainer = fit(model, batches, callback)
     assert callback.size == 2
     # After the first failure the losses of some samples and of their halves are compared.
-    assert [rows for _, rows in model.notes.rows] == [8, *2 * [2, 2, 4], 4, *12 * [2]]
+    assert [rows for _, rows in model.notes.rows] == [8, *2 * [2, 2, 2, 4], 4, *12 * [2]]
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     again, resumed = Limited(3, "backward"), MicroBatchOnOOM()
     trainer = quiet_trainer(callbacks=[resumed], max_epochs=2)

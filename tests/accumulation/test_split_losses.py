@@ -263,8 +263,13 @@ def test_a_step_that_draws_random_numbers_is_taken_for_the_likelier_form(loss: s
     assert f"draws random numbers: the loss of a batch is taken for their {form}" in caplog.text
 
 
-@pytest.mark.parametrize("draw", [lambda: np.random.uniform(0.9, 1.1), lambda: random.uniform(0.9, 1.1)])
-def test_numbers_of_numpy_and_python_are_drawn_too(draw: Callable[[], float], caplog: Any) -> None:
+OWN = np.random.default_rng(5)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: np.random.uniform(0.9, 1.1), lambda: random.uniform(0.9, 1.1), lambda: OWN.uniform(0.9, 1.1)]
+)
+def test_numbers_of_numpy_python_and_an_own_generator_are_drawn_too(draw: Callable[[], float], caplog: Any) -> None:
     kind = type("Draws", (DrawsAFactor,), {"draw": staticmethod(draw)})
     callback = MicroBatchOnOOM()
     fit(kind(EXACT["mean of squares"], 4), batches(), callback)
