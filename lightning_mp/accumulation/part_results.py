@@ -59,12 +59,14 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         return merged
     is_tensor, is_list = isinstance(last, Tensor), type(last) in (list, tuple)
     if is_list or (is_tensor and all(output.ndim for output in outputs)):
-        has_rows = [len(output) for output in outputs] == list(sizes)
-        if is_list and has_rows:
+        have_rows = [len(output) for output in outputs] == list(sizes)
+        # A pair of outputs and labels of two samples each is no list of two samples.
+        is_pair = is_list and all(isinstance(e, Tensor) and e.ndim and len(e) == len(last) for e in last)
+        if is_list and have_rows and not is_pair:
             return type(last)(entry for output in outputs for entry in output)
         if is_list and len({len(output) for output in outputs}) == 1:
             return type(last)(merge_outputs(entries, sizes, weights) for entries in zip(*outputs, strict=True))
-        if is_tensor and has_rows and len({output.shape[1:] for output in outputs}) == 1:
+        if is_tensor and have_rows and len({output.shape[1:] for output in outputs}) == 1:
             return torch.cat(list(outputs))
     if isinstance(last, float):
         return float(weighted_mean([torch.tensor(output, dtype=torch.float64) for output in outputs], weights))
@@ -146,8 +148,8 @@ class PartLogs:
             logged, value, whole = [ran[part] for part in parts], values[-1], dict(arguments[-1])
             metric, weights = whole.pop("metric", None), [one.weight for one in logged]
             sizes = [one["batch_size"] for one in arguments]
-            if whole["batch_size"] is not None:
-                whole["batch_size"] = sum(sizes)
+            if whole["batch_size"] is not None and set(sizes) != {sum(one.samples for one in ran)}:
+                whole["batch_size"] = sum(sizes)  # if it is not that of the whole
             if metric is not None:
                 if len(values) > 1 and all(isinstance(value, Tensor) for value in values):
                     by = [one.samples for one in logged]
@@ -155,7 +157,7 @@ class PartLogs:
                 value = metric
             elif len(values) > 1:
                 by = weights
-                if whole["batch_size"] is not None:  # the NaN of a mean over nothing is left out
+                if None not in sizes:  # the NaN of a mean over nothing is left out
                     by = [n * ~(v.isnan() & (w == 0)) for n, v, w in zip(sizes, values, weights, strict=True)]
                 value = merge_logged(values, by, whole["reduce_fx"])
                 losses = [one.output.loss.reshape(()) for one in logged if one.output.loss is not None]

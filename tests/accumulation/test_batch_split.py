@@ -1,7 +1,7 @@
 """Splitting batches and joining outputs, apart from any training."""
 
 import dataclasses
-from collections import UserDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,6 +166,20 @@ def test_rows_are_joined():
     assert torch.equal(merged(X[:3], X[3:4]), X[:4])
     assert merged(["a", "b", "c"], ["d"]) == ["a", "b", "c", "d"]
     assert merged({"y": (X[:3], 2.0)}, {"y": (X[3:4], 4.0)})["y"][1] == 4.0 - 1.5
+
+
+def test_a_list_of_as_many_entries_as_samples_is_one_of_samples_unless_its_entries_have_their_rows():
+    boxes = [torch.ones(number, 4) for number in (3, 5, 1, 2)]
+    joined = merge_outputs([{"boxes": boxes[:2]}, {"boxes": boxes[2:]}], [2, 2], [1, 1])["boxes"]
+    assert [len(box) for box in joined] == [3, 5, 1, 2]
+    pair = merge_outputs([(X[:2], X[2:4]), (X[1:3], X[3:5])], [2, 2], [1, 1])
+    assert [len(entry) for entry in pair] == [4, 4]
+
+
+def test_dicts_stay_of_their_kind():
+    ordered = merged(OrderedDict(y=X[:3], z=1.0), OrderedDict(y=X[3:4], z=3.0))
+    assert type(ordered) is OrderedDict
+    assert len(ordered["y"]) == 4
 
 
 def test_of_anything_else_the_last_is_taken():

@@ -255,6 +255,24 @@ def test_parts_are_weighted_beside_a_monitor_that_only_counts(window):
         assert_close(a, b, 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:You called .self.log.*needs to be floating")
+def test_whole_numbers_are_logged_and_a_constant_batch_size_is_that_of_the_whole():
+    """Of the batches the last two are split: a size that counts four times would give them more weight."""
+
+    class Counts(Limited):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            self.log("many", (batch[1] > 0).sum(), reduce_fx="sum", on_step=True, on_epoch=True)
+            self.log("first", batch[0][:, 0].mean(), on_step=False, on_epoch=True, batch_size=8)
+            return output
+
+    batches = regression_batches(4, 8)
+    trainer = fit(Counts(2, first=2), loader(batches), MicroBatchOnOOM())
+    assert trainer.callback_metrics["many_epoch"] == sum((y > 0).sum() for _, y in batches)
+    assert trainer.callback_metrics["many_step"] == (batches[-1][1] > 0).sum()
+    torch.testing.assert_close(trainer.callback_metrics["first"], torch.cat([x for x, _ in batches])[:, 0].mean())
+
+
 def test_a_batch_size_that_is_given_weighs_the_epoch_mean():
     class Logging(Limited):
         def training_step(self, batch, batch_idx):
