@@ -66,12 +66,6 @@ class _Batch:
     zero_grad: Callable[[], None] | None  # until that is done
     is_new: bool = True  # no training step has had it
 
-    def return_to(self, controller: AccumulationController, *, carries_totals: bool = False) -> None:
-        """Restores its start: random numbers, the module's buffers and attributes, counts."""
-        self.restore_module()
-        self.random_state.restore()
-        controller.return_to(self.counted, carries_totals=carries_totals)
-
     def parts(self, state: SplitState) -> list[Microbatch]:
         """Itself, or what it is split into."""
         parts = state.parts_of(self.kept)
@@ -171,8 +165,7 @@ class SplitStep:
                     raise
                 self._make_smaller(sizes_tried, error)
                 forget_attempt(error)
-            self._run_state.is_repeating = True
-            batch.return_to(self._controller)
+            self._return_to(batch)
             torch.clear_autocast_cache()
             garbage_collection_cuda()  # cycles in a user's code may still hold tensors
 
@@ -181,10 +174,17 @@ class SplitStep:
         closure = batch.closure
         self._module.optimizer_zero_grad(self._trainer.current_epoch, closure.batch_idx, closure.optimizer)
         for earlier in self._window[:-1]:
-            earlier.return_to(self._controller, carries_totals=earlier is not self._window[0])
+            self._return_to(earlier, carries_totals=earlier is not self._window[0])
             ran = self._run_parts(earlier, closes=False)
             self._call_after_backward(ran)  # it may change the gradient; what it logs is dropped
-        batch.return_to(self._controller, carries_totals=len(self._window) > 1)
+        self._return_to(batch, carries_totals=len(self._window) > 1)
+
+    def _return_to(self, batch: _Batch, *, carries_totals: bool = False) -> None:
+        """Restores the start of a batch: random numbers, the module's buffers and attributes, counts."""
+        self._run_state.is_repeating = True
+        batch.restore_module()
+        batch.random_state.restore()
+        self._controller.return_to(batch.counted, carries_totals=carries_totals)
 
     def _run_parts(self, batch: _Batch, closes: bool) -> list[RanPart]:
         """What Lightning's closure does, for each part."""
@@ -288,11 +288,11 @@ class SplitStep:
         """At the first split: whether the losses of parts add up to that of the whole, before anything has stepped."""
         state = self._state
         if state.form is None and state.size is not None and len(state.parts_of(batch.kept)) > 1:
-            self._under_way, self._run_state.is_repeating = batch, True
+            self._under_way = batch
             state.form = LossProbe(self._trainer, self._module, self._controller, state, batch.closure).form_of(
                 batch.kept
             )
-            batch.return_to(self._controller)
+            self._return_to(batch)
 
 
 def _shapes(batch: Any) -> tuple[torch.Size, ...]:

@@ -87,6 +87,7 @@ def test_frozen_dataclass_with_a_field_that_init_does_not_take():
     assert [type(microbatch) for microbatch in microbatches] == [Sample] * 3
     assert torch.equal(microbatches[1].doubled, 2 * X[2:4])
     assert (microbatches[2].names, microbatches[2].scale) == (["e"], 2.0)
+    assert rows([Sample(X, NAMES)])[2][0].names == ["e"]
 
 
 def test_batch_encoding_stays_one():

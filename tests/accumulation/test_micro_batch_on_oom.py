@@ -411,6 +411,19 @@ def test_the_size_is_kept_and_resumed(tmp_path):
     assert [rows for _, rows in again.notes.rows] == [2] * 12
 
 
+def test_a_comparison_of_losses_leaves_nothing_behind():
+    """Where it is the only thing that runs beside the parts: of a size that is set by hand."""
+    runs = []
+    for form in (None, "mean"):
+        callback, model = MicroBatchOnOOM(), Limited(dropout=0.2)
+        callback.load_state_dict({"size": 4, "form": form})
+        torch.manual_seed(5)
+        fit(model, regression_batches(2, batch_size=8), callback)
+        assert model.steps == 4
+        runs.append(weights(model))
+    assert equal(*runs)
+
+
 def test_a_resumed_size_is_not_below_min_size():
     callback = MicroBatchOnOOM(min_size=3)
     callback.load_state_dict({"size": 2, "form": None})

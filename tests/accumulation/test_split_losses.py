@@ -1,6 +1,7 @@
 """Losses whose batches do not fit: the whole's gradient, or a refusal with numbers, or equal weights and a line."""
 
 import logging
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -226,6 +227,26 @@ def test_a_mean_that_counts_nothing_in_every_second_half_is_refused_beside_a_sum
 def test_a_loss_that_does_not_add_up_trains_where_it_fits() -> None:
     model, _ = trained(JOINED["in-batch negatives"], batches(), FITS)
     assert len(model.gradients) == 4
+
+
+@pytest.mark.parametrize(
+    ("whole", "halves", "form"),
+    [
+        (2.75, [(1, 2.0), (3, 3.0)], "mean"),
+        (5.0, [(1, 2.0), (3, 3.0)], "sum"),
+        (2.5, [(1, 2.0), (3, 3.0)], "neither"),
+        (3.0, [(2, 3.0), (0, 9.0)], None),
+        (0.5, [(0, 0.5), (0, 0.5)], None),
+        (0.5, [(0, 0.5), (0, 0.7)], "neither"),
+        (3.0, [(2, 3.0), (2, 0.0)], "neither"),
+        (0.0, [(2, 0.0), (2, 0.0)], None),
+        (math.nan, [(0, math.nan), (0, math.nan)], None),
+        (math.inf, [(2, math.inf), (2, 3.0)], None),
+    ],
+)
+def test_how_a_loss_is_made_of_those_of_its_halves(whole: float, halves: list[Any], form: str | None) -> None:
+    compared = loss_probe.Comparison(4, whole, [loss_probe.PartLoss(*half) for half in halves])
+    assert compared.form(1e-3) == form
 
 
 # -- what cannot be compared -------------------------------------------------------------------------------------------
