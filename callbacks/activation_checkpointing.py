@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.activation_checkpointing.cost import RecomputeReport, StepCost
 from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
 from lightning_mp.core.arguments import whole_number
@@ -19,6 +18,7 @@ from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_dispatch_api import is_compiled
+from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.modules.stage_placeholder import full_model
 from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
@@ -166,7 +166,7 @@ class ActivationCheckpointing(SettingsRepr, Callback):
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Prints what was counted."""
         cost = self._checkpointed.end_counting() if self._checkpointed is not None else None
-        if self._checkpointed is None or cost is None or RunningParts.of(trainer).is_repeated:
+        if self._checkpointed is None or cost is None or RunState.of(trainer).is_repeating:
             return
         self._checkpointed.is_counted = True
         self.report = cost.report()

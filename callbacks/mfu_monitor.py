@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_mp.accumulation.running_parts import RunningParts
 from lightning_mp.callbacks._common import CountUse, check_counts, run_counts
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.core import private_dispatch_api
@@ -246,7 +245,7 @@ class MFUMonitor(SettingsRepr, Callback):
     def on_after_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """The first micro-batch is counted, unless attempts that failed are among its operations on this rank."""
         if self._fit is not None and self._fit.tally is not None:
-            self._fit.was_repeated = RunningParts.of(trainer).is_repeated
+            self._fit.was_repeated = RunState.of(trainer).is_repeating
             self.flop_count = None if self._fit.was_repeated else self._fit.tally.count
             self._fit.stop_counting()
 

@@ -1,6 +1,5 @@
 """Micro-batches that are halved when memory runs out, with the same gradient."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,18 +9,15 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
-from torch.optim import LBFGS
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_mp.accumulation.batch_split import SplitFunction, SplitState
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.split_step import SplitStep
-from lightning_mp.core import private_tensor_api, private_trainer_api
+from lightning_mp.core import private_tensor_api
 from lightning_mp.core.arguments import function_or_none, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import listed
-from lightning_mp.core.patches import Patches
 from lightning_mp.core.saved_state import POSITIVE_COUNT, Schema, checked_state, or_none
 from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.core.trainer_ranks import is_pipelined
@@ -72,10 +68,10 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     Raises:
         ValueError: if an argument is not valid.
         MisconfigurationException: at set-up, under FSDP, ModelParallel, DeepSpeed or any other sharded strategy, with
-            manual optimization, LBFGS, a ``dataloader_iter`` step, or hooks on parameters after their gradient was
-            accumulated; on several ranks also with SyncBatchNorm, ``dist_sync_on_step`` metrics, other gradient hooks
-            on parameters, and DDP with ``static_graph``; with the first batch, if it cannot be split; with the first
-            one that does not fit, if losses do not add up, the step changes frozen parameters, or the optimizer
+            manual optimization, a ``dataloader_iter`` step, hooks on parameters after their gradient was accumulated,
+            or DDP with ``static_graph``; on several ranks also with SyncBatchNorm, ``dist_sync_on_step`` metrics and
+            other gradient hooks on parameters; with the first batch, if it cannot be split; with the first one that
+            does not fit, if losses do not add up, the step changes frozen parameters, or the optimizer (LBFGS)
             evaluates the loss again.
 
     Example:
@@ -103,17 +99,16 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
     @override
     def setup(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", stage: str) -> None:
-        """Refuses set-ups in which one rank cannot repeat a batch alone."""
+        """Has losses weigh."""
         refuse_other_trainers(self, trainer)
         if stage == "fit":
-            _refuse_trainer(trainer, pl_module)
             # Parts are weighted also where other callbacks only count; the controller settles that as a fit starts.
             AccumulationController.attach(trainer).settings.weighs_by_loss = True
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Lets batches that do not fit run in parts."""
-        _refuse_module(trainer, pl_module)
+        """Lets batches that do not fit run in parts; refuses what a rank cannot repeat alone."""
+        _refuse_what_cannot_be_repeated(trainer, pl_module)
         mixing = [name for name, module in pl_module.named_modules() if "BatchNorm" in type(module).__name__]
         self._state.least = 2 if mixing else 1
         if mixing:
@@ -126,9 +121,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         assert controller.weighting is not None
         if controller.weighting.weight_by is None and getattr(trainer.precision_plugin, "weight_by", "loss") is None:
             controller.weigh_equally("the precision plugin has weight_by=None")
-        step = SplitStep(trainer, pl_module, self, self._state)
-        if trainer.world_size > 1:
-            _guard_all_gather(Patches.of(trainer), pl_module, step)
+        SplitStep(trainer, pl_module, controller, self._state, owner=self)
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -144,73 +137,36 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         self._state.size = None if size is None else max(size, self.min_size)
 
 
-def _guard_all_gather(patches: Patches, pl_module: "pl.LightningModule", step: SplitStep) -> None:
-    def all_gather(*args: Any, **kwargs: Any) -> Any:
-        if step.under_way:
-            raise MisconfigurationException(
-                "The training step called self.all_gather. MicroBatchOnOOM cannot repeat it on one rank alone: the"
-                " others would not take part, and wait forever. Gather outside of the training step, or remove the"
-                " callback."
-            )
-        return method.original(*args, **kwargs)
-
-    method = patches.replace(pl_module, "all_gather", all_gather)
-
-
-def _refuse(reasons: Mapping[str, object]) -> None:
-    """Raises the first one that applies."""
+def _refuse_what_cannot_be_repeated(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+    strategy, several = trainer.strategy, trainer.world_size > 1
+    is_known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not is_pipelined(trainer)
+    takes_iterator = is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True)
+    parameters, modules = list(pl_module.named_parameters()), list(pl_module.named_modules())
+    after = [name for name, p in parameters if private_tensor_api.has_hooks_after_accumulation(p)]
+    hooked = [name for name, p in parameters if private_tensor_api.has_gradient_hooks(p)]
+    waiting = [n for n, m in modules if isinstance(m, nn.SyncBatchNorm) or getattr(m, "dist_sync_on_step", False)]
+    reasons: dict[str, object] = {
+        f"{type(strategy).__name__}: it works on a single device and with DDP, as a rank that repeats a forward alone"
+        " would wait for the others forever. Use a batch size that fits.": not is_known
+        or strategy.handles_gradient_accumulation,
+        "automatic_optimization=False, as the module runs its own backwards then. Turn it on, or remove the"
+        " callback.": not pl_module.automatic_optimization,
+        "training_step(dataloader_iter), which takes the batch out of the loader itself, so it cannot be repeated."
+        " Use training_step(batch, batch_idx).": takes_iterator,
+        f"register_post_accumulate_grad_hook ({listed(after)}): such a hook would run on the gradient of each part."
+        " Change gradients in on_before_optimizer_step instead.": after,
+        "DDPStrategy(static_graph=True), which expects the same number of backward passes in every step. Leave"
+        " static_graph out, or remove the callback.": getattr(strategy.model, "static_graph", False),
+        f"gradient hooks on parameters ({listed(hooked)}) on several ranks: they would run once more when gradients"
+        " are reduced. Change gradients in on_before_optimizer_step instead of Tensor.register_hook.": several
+        and hooked,
+        f"SyncBatchNorm or metrics with dist_sync_on_step=True on several ranks ({listed(waiting)}): a rank that"
+        " repeats a forward alone waits for the others forever. Use GroupNorm or LayerNorm, and leave that argument"
+        " out.": several and waiting,
+    }
     for reason, applies in reasons.items():
         if applies:
             raise MisconfigurationException(f"MicroBatchOnOOM cannot be used with {reason}")
-
-
-def _refuse_trainer(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    strategy, name = trainer.strategy, type(trainer.strategy).__name__
-    known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not is_pipelined(trainer)
-    others = [one for one in private_trainer_api.callbacks_of(trainer) if isinstance(one, MicroBatchOnOOM)]
-    takes_iterator = is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True)
-    _refuse(
-        {
-            f"{name}: it works on a single device and with DDP, not with {name}: a rank that repeats a forward alone"
-            " would wait for the others forever. Use a batch size that fits.": not known
-            or strategy.handles_gradient_accumulation,
-            "automatic_optimization=False: it needs automatic optimization, as the module runs its own backwards"
-            " otherwise. Remove the callback, or turn that on.": not pl_module.automatic_optimization,
-            "training_step(dataloader_iter), which takes the batch out of the loader itself, so it cannot be repeated."
-            " Use training_step(batch, batch_idx).": takes_iterator,
-            "another one: there are two MicroBatchOnOOM callbacks. Remove one of them.": len(others) > 1,
-        }
-    )
-
-
-def _refuse_module(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    parameters, modules, several = (
-        dict(pl_module.named_parameters()),
-        dict(pl_module.named_modules()),
-        trainer.world_size > 1,
-    )
-    after = [name for name, p in parameters.items() if private_tensor_api.has_hooks_after_accumulation(p)]
-    hooked = [name for name, p in parameters.items() if private_tensor_api.has_gradient_hooks(p)]
-    synced = [name for name, module in modules.items() if isinstance(module, nn.SyncBatchNorm)]
-    metrics = [name for name, module in modules.items() if isinstance(module, Metric) and module.dist_sync_on_step]
-    waits = "and a rank that repeats one alone waits for the other ranks forever."
-    _refuse(
-        {
-            "LBFGS, which evaluates the loss several times in one step. Use another optimizer, or remove the"
-            " callback.": any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers),
-            f"register_post_accumulate_grad_hook ({listed(after)}): such a hook would run on the gradient of each part."
-            " Change gradients in on_before_optimizer_step instead.": after,
-            "DDPStrategy(static_graph=True), which expects the same number of backward passes in every step. Leave"
-            " static_graph out, or remove the callback.": getattr(trainer.strategy.model, "static_graph", False),
-            f"gradient hooks on parameters ({listed(hooked)}) on several ranks: they would run once more when gradients"
-            " are reduced. Change gradients in on_before_optimizer_step instead of Tensor.register_hook.": several
-            and hooked,
-            f"SyncBatchNorm ({listed(synced)}) on several ranks: it reduces in every forward, {waits} Use a"
-            " normalisation of single samples (GroupNorm, LayerNorm), or remove the callback.": several and synced,
-            f"metrics that have dist_sync_on_step=True ({listed(metrics)}): they gather in every step, {waits} Leave it"
-            " out.": several and metrics,
-        }
-    )
 
 
 def _warn_about_mixing_layers(names: list[str]) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_mp.accumulation.running_parts import RunningPart, RunningParts
 from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
@@ -83,7 +82,8 @@ class OverflowPostMortem(SettingsRepr, Callback):
     of the window, then up to seven of one micro-batch, and memory for a second set of gradients.
 
     A replay cannot undo what ``training_step`` does outside the module (files, loggers) or to weights. It cannot repeat
-    batches that ``training_step`` changed in place, or random numbers from generators in objects of other classes.
+    batches that ``training_step`` changed in place, or random numbers from generators in objects of other classes. A
+    batch that ``MicroBatchOnOOM`` has split is replayed whole; where that does not fit, the report says so.
 
     Args:
         replay: rerun the batches of a skipped step.
@@ -167,18 +167,8 @@ class OverflowPostMortem(SettingsRepr, Callback):
     def on_before_backward(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", loss: Tensor) -> None:
         """Keeps the scaled and weighted loss, on its device."""
         window = self._fit.windows.get(trainer.global_step)
-        if window is None:
-            return
-        part = RunningParts.of(trainer).part
-        if part is not None:
-            self._keep_part(window, part)
-        window[-1].scaled_loss = loss.detach()
-
-    def _keep_part(self, window: list[MicroBatch], part: RunningPart) -> None:
-        """Parts of a split micro-batch are replayed one by one; they are kept in place of it."""
-        divisor = window[-1].divisor
-        window[:] = [one for one in window if one.batch_idx != part.batch_idx or part.position > 0]
-        window.append(MicroBatch(part.batch, part.batch_idx, part.random_state, divisor))
+        if window is not None:
+            window[-1].scaled_loss = loss.detach()
 
     # -- a skipped step ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -53,8 +54,7 @@ def num_samples(batch: Any) -> int:
     rows: dict[str, int] = {}
 
     def note(part: Any, path: str) -> Any:
-        length = _rows(part, path)
-        if length is not None:
+        if (length := _rows(part, path)) is not None:
             rows[path] = length
         return part
 
@@ -70,26 +70,10 @@ def num_samples(batch: Any) -> int:
     return count
 
 
-def microbatch_bounds(samples: int, size: int, least: int = 1) -> list[tuple[int, int]]:
-    """Start and stop of as few and as even microbatches as possible, none larger than ``size``.
-
-    None of them is smaller than ``least``, if need be by making them larger.
-
-    >>> microbatch_bounds(9, 4)
-    [(0, 3), (3, 6), (6, 9)]
-    >>> microbatch_bounds(5, 4)
-    [(0, 3), (3, 5)]
-    >>> microbatch_bounds(5, 2, least=2)
-    [(0, 3), (3, 5)]
-    """
-    num_microbatches = max(min(-(-samples // size), samples // least), 1)
-    small, larger = divmod(samples, num_microbatches)
-    stops = [small * (index + 1) + min(index + 1, larger) for index in range(num_microbatches)]
-    return list(zip([0, *stops[:-1]], stops, strict=True))
-
-
 def split_batch(batch: Any, size: int, least: int = 1) -> list[Microbatch]:
-    """Splits a batch into microbatches of at most ``size`` samples, and of ``least`` or more.
+    """Splits a batch into as few and as even microbatches of at most ``size`` samples as possible.
+
+    None has fewer than ``least``, if need be by more than ``size``.
 
     Tensors, TensorDicts and arrays are sliced along dimension 0 (views, nothing is copied). Dicts and other mutable
     mappings (``BatchEncoding``), dataclasses, named tuples, and lists and tuples that hold a tensor anywhere are taken
@@ -103,11 +87,12 @@ def split_batch(batch: Any, size: int, least: int = 1) -> list[Microbatch]:
     [[tensor([0, 1]), ('a', 'b')], [tensor([2]), ('c',)]]
     """
     samples = num_samples(batch)
-    if samples <= size:
+    number = max(min(-(-samples // size), samples // least), 1)
+    if number == 1:
         return [Microbatch(batch, samples)]
+    bounds = pairwise(-(-samples * index // number) for index in range(number + 1))
     return [
-        Microbatch(_map_leaves(batch, partial(_slice, part=slice(start, stop))), stop - start)
-        for start, stop in microbatch_bounds(samples, size, least)
+        Microbatch(_map_leaves(batch, partial(_slice, part=slice(start, stop))), stop - start) for start, stop in bounds
     ]
 
 
@@ -168,11 +153,17 @@ def _map_leaves(value: Any, visit: Callable[[Any, str], Any], path: str = "batch
     """The same containers with what ``visit`` makes of each thing in them and its path; numbers and texts stay."""
     if isinstance(value, _SHARED):
         return value
-    if isinstance(value, MutableMapping) and not _is_tensordict(value):
-        return rebuilt_mapping(value, {k: _map_leaves(part, visit, f"{path}[{k!r}]") for k, part in value.items()})
-    if _is_sequence_of_parts(value):
-        return rebuilt_sequence(value, [_map_leaves(part, visit, f"{path}[{i}]") for i, part in enumerate(value)])
-    if not _is_dataclass(value) or _is_tensordict(value):
+    if _is_array(value):
+        return visit(value, path)
+    if isinstance(value, MutableMapping):
+        rebuilt = copy(value)  # its constructor may take other arguments
+        for key, part in value.items():
+            rebuilt[key] = _map_leaves(part, visit, f"{path}[{key!r}]")
+        return rebuilt
+    if _is_sequence(value) and (hasattr(value, "_fields") or _holds_array(value)):
+        parts = [_map_leaves(part, visit, f"{path}[{index}]") for index, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if not _is_dataclass(value):
         return visit(value, path)
     rebuilt = copy(value)
     for field in dataclasses.fields(value):
@@ -187,12 +178,10 @@ def _rows(value: Any, path: str) -> int | None:
     problem = ""
     if isinstance(value, Tensor) and (value.is_nested or value.layout != torch.strided):
         problem = "a nested or sparse tensor"
-    elif _is_tensordict(value) and not value.batch_size and len(value.keys()):
-        problem = f"a {type(value).__name__} without a batch dimension"
-    elif not (_is_array(value) or _is_tensordict(value) or isinstance(value, list | tuple)):
+    elif not (_is_array(value) or _is_sequence(value)):
         problem = f"of type {type(value).__name__!r}"
-    elif isinstance(value, PackedSequence):
-        problem = "a PackedSequence"
+    elif getattr(value, "batch_size", None) == ():
+        problem = f"a {type(value).__name__} without a batch dimension"
     if problem:
         raise UnsplittableBatchError(f"this batch: {path} is {problem}.")
     has_rows = value.ndim if _is_array(value) else len(value)
@@ -200,15 +189,11 @@ def _rows(value: Any, path: str) -> int | None:
 
 
 def _slice(value: Any, path: str, part: slice) -> Any:
-    if _rows(value, path) is None:
-        return value
-    return type(value)(value[part]) if isinstance(value, list | tuple) else value[part]
+    return value if _rows(value, path) is None else value[part]
 
 
-def _is_sequence_of_parts(value: Any) -> bool:
-    """A list or tuple that holds other things than samples: tensors, or named fields."""
-    is_sequence = isinstance(value, list | tuple) and not isinstance(value, PackedSequence)
-    return is_sequence and (hasattr(value, "_fields") or holds_tensor(value))
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not isinstance(value, PackedSequence)
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -216,39 +201,16 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    """A tensor or a NumPy array; NumPy is imported only if the user has done so."""
+    """A tensor, what is sliced as one (a TensorDict), or a NumPy array; NumPy is imported only by the user."""
     numpy = sys.modules.get("numpy")
-    return isinstance(value, Tensor) or (numpy is not None and isinstance(value, numpy.ndarray))
+    is_sliced = isinstance(value, Tensor) or isinstance(getattr(value, "batch_size", None), torch.Size)
+    return is_sliced or (numpy is not None and isinstance(value, numpy.ndarray))
 
 
-def _is_tensordict(value: Any) -> bool:
-    """What is sliced as one tensor is: a TensorDict, a tensorclass."""
-    return not isinstance(value, Tensor) and isinstance(getattr(value, "batch_size", None), torch.Size)
-
-
-def holds_tensor(value: Any) -> bool:
-    """Whether a tensor or an array is anywhere in it."""
+def _holds_array(value: Any) -> bool:
+    """Whether an array is anywhere in it."""
     if isinstance(value, Mapping):
-        value = value.values()
+        value = list(value.values())
     elif _is_dataclass(value):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif not isinstance(value, list | tuple):
-        return _is_array(value) or _is_tensordict(value)
-    return any(holds_tensor(part) for part in value)
-
-
-def rebuilt_mapping(like: Mapping[Any, Any], content: dict[Any, Any]) -> Mapping[Any, Any]:
-    """One of the same kind with this content. Its constructor may take other arguments, so it is copied."""
-    if not isinstance(like, MutableMapping):
-        return content
-    rebuilt = copy(like)
-    for key in like.keys() - content.keys():
-        del rebuilt[key]
-    for key, part in content.items():
-        rebuilt[key] = part
-    return rebuilt
-
-
-def rebuilt_sequence(like: Any, content: list[Any]) -> Any:
-    """A list, tuple or named tuple of the same kind with this content."""
-    return type(like)(*content) if hasattr(like, "_fields") else type(like)(content)
+    return any(map(_holds_array, value)) if _is_sequence(value) else _is_array(value)

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mp.accumulation.batch_split import LossForm, Microbatch, SplitState, copied_containers
@@ -32,7 +32,6 @@ class PartLoss(NamedTuple):
 
     items: float  # what it is a mean over
     loss: float  # of no use if it counts nothing
-    is_mean: bool = False  # its graph shows a mean over these
 
 
 class Comparison(NamedTuple):
@@ -44,8 +43,11 @@ class Comparison(NamedTuple):
 
     def off(self, form: LossForm) -> float:
         """By how much it differs from their mean by what they count, or their sum, relative to the numbers."""
-        count = sum(half.items for half in self.halves) or 1.0
-        terms = [half.loss * (half.items / count if form == "mean" else 1.0) for half in self.halves if half.items > 0]
+        # Where neither counts anything, each is the same number as the whole.
+        counted = [half for half in self.halves if half.items > 0] or [PartLoss(1, half.loss) for half in self.halves]
+        terms = [half.loss * half.items / sum(one.items for one in counted) for half in counted]
+        if form == "sum":
+            terms = [half.loss for half in counted]
         return abs(sum(terms) - self.whole) / (max(abs(self.whole), sum(map(abs, terms))) or 1.0)
 
     def form(self, tolerance: float, *, is_divided: bool = False) -> LossForm | Literal["neither"] | None:
@@ -65,12 +67,10 @@ class Comparison(NamedTuple):
             >>> Comparison(4, 3.0, [PartLoss(2, 3.0), PartLoss(0, float("nan"))]).form(1e-3) is None
             True
         """
+        if not math.isfinite(self.whole):
+            return None
         all_count = all(half.items > 0 for half in self.halves)
         is_sum = self.off("sum") <= tolerance
-        if not any(half.items > 0 for half in self.halves):
-            # Then the whole counts nothing either, and is the same number, or none.
-            is_same = all(abs(half.loss - self.whole) <= tolerance * abs(self.whole) for half in self.halves)
-            return None if is_same or not math.isfinite(self.whole) else "neither"
         if self.off("mean") <= tolerance:
             return "mean" if all_count and not is_sum else None  # a half that counts nothing is no test
         if not is_sum or not all_count:
@@ -86,23 +86,15 @@ class Comparison(NamedTuple):
         return f"the loss of {self.samples} samples is {self.whole:.4g}, those of their halves are {losses}"
 
 
-class _NoNumbersError(Exception):
-    """Losses cannot be compared; the text says why."""
-
-    def __init__(self, text: str, *, are_means: bool = False) -> None:
-        super().__init__(text)
-        self.are_means = are_means  # as far as their graphs show it
-
-
+@dataclass
 class LossProbe:
     """Finds out how the loss of a batch is made of its parts' losses. The caller restores module and random numbers."""
 
-    def __init__(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", state: SplitState, closure: BatchClosure
-    ) -> None:
-        self._trainer, self._module, self._state, self._closure = trainer, pl_module, state, closure
-        assert state.size is not None
-        self._size = state.size
+    trainer: "pl.Trainer"
+    module: "pl.LightningModule"
+    controller: AccumulationController
+    state: SplitState
+    closure: BatchClosure
 
     def form_of(self, batch: Any) -> LossForm | None:
         """Compares the losses of the first parts and of their halves, one by one; None if none of them shows it.
@@ -113,41 +105,50 @@ class LossProbe:
         Raises:
             MisconfigurationException: if the losses do not add up, or there are none to compare.
         """
-        frozen = {n: p for n, p in self._module.named_parameters() if not p.requires_grad}
-        before = _aliases_of(frozen)
-        reason = _NoNumbersError("")
-        for training in (False, True):
-            try:
-                with self._mode(training=training), logging_muted(self._module):
-                    return self._compare(batch, must_see_losses=not training)
-            except _NoNumbersError as error:
-                reason = error
-            finally:
-                _refuse_changes(before, frozen)
-        if reason.are_means:
-            _say_what_is_assumed(f"the training step, run once more, {reason}", "mean")
-            return "mean"
+        modes = {module: module.training for module in self.module.modules()}
+        with _frozen_parameters_watched(self.module), logging_muted(self.module):
+            for is_eval in (True, False):
+                try:
+                    for module, mode in modes.items():
+                        module.training = mode and not is_eval
+                    return self._compare(batch, must_see_losses=is_eval)
+                except MisconfigurationException:
+                    raise
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        raise
+                    reason = error
+                finally:
+                    for module, mode in modes.items():
+                        module.training = mode
         raise MisconfigurationException(
             "MicroBatchOnOOM cannot compare the loss of some samples with those of their halves, to see whether a batch"
-            f" can be split: the training step, run once more, {reason}. Use a smaller batch."
+            f" can be split: the training step, run once more, raised {type(reason).__name__}: {reason}. Use a smaller"
+            " batch."
         ) from reason
 
     def _compare(self, batch: Any, *, must_see_losses: bool) -> LossForm | None:
-        before = RandomState.capture(self._module.device)
+        before = RandomState.capture(self.module.device)
         form: LossForm | None = None
-        tolerance = _TOLERANCE_16_BIT if "16" in str(self._trainer.precision) else _TOLERANCE
-        # Of parts with one sample two together, which need not fit.
-        parts = replace(self._state, size=max(self._size, 2)).parts_of(batch)
+        tolerance = _TOLERANCE_16_BIT if "16" in str(self.trainer.precision) else _TOLERANCE
+        # Of parts with one sample two together.
+        parts = replace(self.state, size=max(self.state.size or 0, 2)).parts_of(batch)
         for part in [part for part in parts if part.samples > 1][:_MOST_COMPARISONS]:
             losses = self._losses(part)
-            whole, *halves = known = [loss for loss in losses if loss is not None] or [PartLoss(0, 0.0)]
+            known = [loss for loss in losses if loss is not None]
             if len(known) < len(losses):  # a step without a loss is left out of the mean
                 continue
             must_see_losses = False
+            again, *halves, whole = known
             compared = Comparison(part.samples, whole.loss, halves)
-            if not before.is_current():
+            # Of the process, or of a generator of its own.
+            if not before.is_current() or abs(again.loss - halves[0].loss) > _SILENT * tolerance * abs(again.loss):
                 form = "sum" if compared.off("sum") < compared.off("mean") else "mean"
-                _say_what_is_assumed("the training step draws random numbers", form)
+                lightning_logger().warning(
+                    "MicroBatchOnOOM cannot tell exactly how losses of parts add up, because the training step draws"
+                    f" random numbers: the loss of a batch is taken for their {form}. It must not compare samples with"
+                    " each other."
+                )
                 return form
             found = compared.form(tolerance, is_divided=declared_divisor(batch) is not None)
             # All of them: a half without labels lets a mean plus a sum look like a sum.
@@ -163,93 +164,42 @@ class LossProbe:
                 )
             form = found or form
         if must_see_losses:
-            raise _NoNumbersError("returned no loss")
+            raise TypeError("it returned no loss")
         return form
 
     def _losses(self, whole: Microbatch) -> list[PartLoss | None]:
-        """The loss of some samples and those of their halves; None where there is none."""
-        halves = replace(self._state, size=-(-whole.samples // 2), least=1).parts_of(whole.batch)
-        fits, found = self._size > 1, list[PartLoss | None]()
-        try:
-            for half in halves:
-                found.append(self._loss(half, self._output(half)))
-            output = self._output(whole) if fits else self._output_without_activations(whole)
-            return [self._loss(whole, output), *found]
-        except _NoNumbersError:
-            raise
-        except Exception as error:
-            if is_out_of_memory(error) and (fits or len(found) < len(halves)):
-                raise
-            are_means = len(found) == len(halves) and all(half is not None and half.is_mean for half in found)
-            raise _NoNumbersError(f"raised {type(error).__name__}: {error}", are_means=are_means) from error
+        """The losses of the halves of some samples, of the first one twice, and of all; None where there is none."""
+        halves = replace(self.state, size=-(-whole.samples // 2), least=1).parts_of(whole.batch)
+        found = [self._loss(half) for half in (halves[0], *halves)]
+        # More than fits with what a backward needs.
+        with nullcontext() if self.state.size != 1 else torch.no_grad():
+            return [*found, self._loss(whole)]
 
-    def _loss(self, part: Microbatch, loss: Tensor | None) -> PartLoss | None:
-        if loss is None:
-            return None
-        controller = AccumulationController.of(self._trainer)
-        counted = None
-        if loss.grad_fn is not None and controller is not None:
-            counted = controller.count_of_part(part.batch, loss)
-        items, is_mean = (part.samples, False) if counted is None else counted
-        return PartLoss(items, float(loss.detach()), is_mean)
-
-    def _output_without_activations(self, part: Microbatch) -> Tensor | None:
-        """The loss of a part that is too large to be trained on: no activation is kept for a backward."""
-        try:
-            with torch.no_grad():
-                return self._output(part)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-        # A step that registers a hook on an activation needs a graph, but not what its nodes save.
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse_backward):
-            return self._output(part)
-
-    def _output(self, part: Microbatch) -> Tensor | None:
-        arguments = {**self._closure.arguments, "batch": copied_containers(part.batch)}
-        with self._trainer.precision_plugin.train_step_context():
-            output = self._module.training_step(*arguments.values())
+    def _loss(self, part: Microbatch) -> PartLoss | None:
+        arguments = {**self.closure.arguments, "batch": copied_containers(part.batch)}
+        with self.trainer.precision_plugin.train_step_context():
+            output = self.module.training_step(*arguments.values())
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if output is not None and (not isinstance(loss, Tensor) or loss.numel() != 1):
-            raise _NoNumbersError("returned no loss")
-        return loss
-
-    @contextmanager
-    def _mode(self, *, training: bool) -> Iterator[None]:
-        modes = {module: module.training for module in self._module.modules()}
-        if not training:
-            self._module.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        if output is None:
+            return None
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TypeError("it returned no loss")
+        counted = self.controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
+        return PartLoss(part.samples if counted is None else counted[0], float(loss.detach()))
 
 
-def _refuse_backward(_: None) -> Tensor:
-    raise RuntimeError("the training step runs a backward itself")
-
-
-def _aliases_of(parameters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
-    """Their memory, held so that nothing else can take it, and their versions: what shows that one was changed."""
-    return {name: (p.detach(), private_tensor_api.version_of(p)) for name, p in parameters.items()}
-
-
-def _refuse_changes(before: Mapping[str, tuple[Tensor, int]], now: Mapping[str, Tensor]) -> None:
-    changed = [
-        name
-        for name, (alias, version) in before.items()
-        if (now[name].data_ptr(), private_tensor_api.version_of(now[name])) != (alias.data_ptr(), version)
-    ]
-    if changed:
-        raise MisconfigurationException(
-            f"MicroBatchOnOOM: the training step changes frozen parameters ({listed(changed)}); it would do so once for"
-            " each part. Update target networks in on_train_batch_end."
-        )
-
-
-def _say_what_is_assumed(reason: str, form: LossForm) -> None:
-    lightning_logger().warning(
-        f"MicroBatchOnOOM cannot tell exactly how losses of parts add up, because {reason}: the loss of a batch is"
-        f" taken for their {form}. It must not compare samples with each other."
-    )
+@contextmanager
+def _frozen_parameters_watched(module: nn.Module) -> Iterator[None]:
+    """Refuses a step that changes them."""
+    version = private_tensor_api.version_of
+    # An alias holds the memory, so that nothing else can take it.
+    frozen = [(name, p, p.detach(), version(p)) for name, p in module.named_parameters() if not p.requires_grad]
+    try:
+        yield
+    finally:
+        changed = [n for n, p, was, before in frozen if (p.data_ptr(), version(p)) != (was.data_ptr(), before)]
+        if changed:
+            raise MisconfigurationException(
+                f"MicroBatchOnOOM: the training step changes frozen parameters ({listed(changed)}); it would do so once"
+                " for each part. Update target networks in on_train_batch_end."
+            )

@@ -1,6 +1,5 @@
-"""Errors that say that memory ran out: how to recognise them, and what to free."""
+"""Errors that say that memory ran out: how to recognise them, and what they hold."""
 
-import gc
 import traceback
 
 import torch
@@ -28,18 +27,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def forget_attempt(error: BaseException) -> None:
     """Drops the local variables of all frames that an error came through: they hold the graph and its activations."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        traceback.clear_frames(current.__traceback__)
-        current = current.__cause__ or current.__context__
-
-
-def free_cached_memory(device: torch.device) -> None:
-    """Gives the blocks that torch's allocator keeps back to the device, where it keeps any."""
-    torch.clear_autocast_cache()
-    if device.type == "cuda":
-        # Cycles in a user's code may still hold tensors.
-        gc.collect()
-        torch.cuda.empty_cache()
+    chain = [error]
+    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None and inner not in chain:
+        chain.append(inner)
+    for one in chain:
+        traceback.clear_frames(one.__traceback__)

@@ -1,7 +1,8 @@
 """What the parts of a batch return and log, joined to what the whole batch would have returned and logged."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -10,10 +11,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_mp.accumulation.batch_split import holds_tensor, rebuilt_mapping, rebuilt_sequence
-from lightning_mp.core import private_loop_api, private_results_api
-
-_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+from lightning_mp.core import private_loop_api
 
 
 class RanPart(NamedTuple):
@@ -44,7 +42,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     """Joins what a step returned for each microbatch into what it might have returned for the whole.
 
     Tensors with one row per sample, and lists with one entry per sample, are joined. Floating-point numbers, and
-    tensors of one shape, are averaged by ``weights``. Mappings, and lists that hold tensors, are joined entry by entry.
+    tensors of one shape, are averaged by ``weights``. Dicts, and other lists of one length, are joined entry by entry.
     Of anything else the last microbatch's is taken.
 
     >>> import torch
@@ -52,50 +50,39 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     {'acc': 0.625, 'y': tensor([1., 1., 1., 0.])}
     """
     last = outputs[-1]
-    if len(outputs) == 1 or any(type(output) is not type(last) for output in outputs):
+    if any(type(output) is not type(last) for output in outputs):
         return last
+    if isinstance(last, dict):
+        merged = copy(last)
+        for key in [key for key in last if all(key in output for output in outputs)]:
+            merged[key] = merge_outputs([output[key] for output in outputs], sizes, weights)
+        return merged
+    is_tensor, is_list = isinstance(last, Tensor), type(last) in (list, tuple)
+    if is_list or (is_tensor and all(output.ndim for output in outputs)):
+        have_rows = [len(output) for output in outputs] == list(sizes)
+        # A pair of outputs and labels of two samples each is no list of two samples.
+        is_pair = is_list and all(isinstance(e, Tensor) and e.ndim and len(e) == len(last) for e in last)
+        if is_list and have_rows and not is_pair:
+            return type(last)(entry for output in outputs for entry in output)
+        if is_list and len({len(output) for output in outputs}) == 1:
+            return type(last)(merge_outputs(entries, sizes, weights) for entries in zip(*outputs, strict=True))
+        if is_tensor and have_rows and len({output.shape[1:] for output in outputs}) == 1:
+            return torch.cat(list(outputs))
     if isinstance(last, float):
         return float(weighted_mean([torch.tensor(output, dtype=torch.float64) for output in outputs], weights))
-    if isinstance(last, Mapping):
-        keys = [key for key in last if all(key in output for output in outputs)]
-        merged = {key: merge_outputs([output[key] for output in outputs], sizes, weights) for key in keys}
-        return rebuilt_mapping(last, merged)
-    if isinstance(last, list | tuple) and holds_tensor(last):
-        if any(len(output) != len(last) for output in outputs):
-            return last
-        return rebuilt_sequence(last, [merge_outputs(parts, sizes, weights) for parts in zip(*outputs, strict=True)])
-    if _have_rows(outputs, sizes):
-        entries = [entry for output in outputs for entry in output]
-        return torch.cat(list(outputs)) if isinstance(last, Tensor) else type(last)(entries)
-    is_mean = isinstance(last, Tensor) and last.is_floating_point() and len({output.shape for output in outputs}) == 1
+    is_mean = is_tensor and last.is_floating_point() and len({output.shape for output in outputs}) == 1
     return weighted_mean(outputs, weights) if is_mean else last
 
 
-def _have_rows(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """Whether these are tensors with one row per sample, or lists with one entry per sample."""
-    if isinstance(outputs[-1], Tensor):
-        are_alike = all(output.ndim for output in outputs) and len({output.shape[1:] for output in outputs}) == 1
-    else:
-        are_alike = isinstance(outputs[-1], list | tuple) and not hasattr(outputs[-1], "_fields")
-    return are_alike and [len(output) for output in outputs] == list(sizes)
-
-
-def whole_loss(ran: Sequence[RanPart], *, add_up: bool) -> Tensor | None:
-    """The loss of a batch from those of its parts, divided by Lightning as they are; None without any."""
-    known = [(one.output.loss, one.weight) for one in ran if one.output.loss is not None]
-    if not known:
-        return None
-    losses, weights = zip(*known, strict=True)
-    return torch.stack(losses).sum(0) if add_up else weighted_mean(losses, weights)
-
-
 def merged_output(ran: Sequence[RanPart], *, add_up: bool) -> ClosureResult:
-    """What the closure of a whole batch returns."""
+    """What the closure of a whole batch returns; losses of parts are divided by Lightning as that of the whole is."""
     if len(ran) == 1:
         return ran[0].output
     outputs, samples, weights, _ = zip(*ran, strict=True)
     merged = ClosureResult(None, merge_outputs([output.extra for output in outputs], samples, weights))
-    merged.loss = whole_loss(ran, add_up=add_up)
+    if known := [(one.output.loss, one.weight) for one in ran if one.output.loss is not None]:
+        losses, by = zip(*known, strict=True)
+        merged.loss = torch.stack(losses).sum(0) if add_up else weighted_mean(losses, by)
     return merged
 
 
@@ -108,11 +95,10 @@ def merge_logged(values: Sequence[Tensor], weights: Sequence[float | Tensor], re
     (tensor(2.5000), tensor(3.))
     """
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    tensors = torch.stack(list(values))
-    if name in _REDUCTIONS:
-        return _REDUCTIONS[name](tensors)
-    floating = tensors if tensors.is_floating_point() else tensors.to(torch.get_default_dtype())
-    return weighted_mean(list(floating), weights)
+    if name in ("sum", "max", "min"):
+        reduced: Tensor = getattr(torch.stack(list(values)), name)()
+        return reduced
+    return weighted_mean([v if v.is_floating_point() else v.to(torch.get_default_dtype()) for v in values], weights)
 
 
 class PartLogs:
@@ -145,7 +131,7 @@ class PartLogs:
             self._log.original(fx, name, value, **arguments)
             return
         if isinstance(value, Metric):
-            arguments["metric"], value = value, private_results_api.batch_value(value)
+            arguments["metric"], value = value, private_loop_api.batch_value(value)
         self._repeats[fx, name] += 1
         value = value.detach() if isinstance(value, Tensor) else value
         self._calls.setdefault((fx, name, self._repeats[fx, name]), []).append((self._part, value, arguments))
@@ -159,40 +145,25 @@ class PartLogs:
         calls, self._calls = self._calls or {}, None
         for (fx, name, _), noted in calls.items():
             parts, values, arguments = zip(*noted, strict=True)
-            logged, merged, sizes = [ran[part] for part in parts], dict(arguments[-1]), None
-            if merged.get("batch_size") is not None:
-                sizes = [one["batch_size"] for one in arguments]
-                merged["batch_size"] = sum(sizes)
-            if metric := merged.pop("metric", None):
+            logged, value, whole = [ran[part] for part in parts], values[-1], dict(arguments[-1])
+            metric, weights = whole.pop("metric", None), [one.weight for one in logged]
+            sizes = [one["batch_size"] for one in arguments]
+            if whole["batch_size"] is not None and set(sizes) != {sum(one.samples for one in ran)}:
+                whole["batch_size"] = sum(sizes)  # if it is not that of the whole
+            if metric is not None:
                 if len(values) > 1 and all(isinstance(value, Tensor) for value in values):
-                    whole = merge_logged(values, [one.samples for one in logged])
-                    private_results_api.set_batch_value(metric, whole)
-                self._log.original(fx, name, metric, **merged)
-            else:
-                value = _merged(values, logged, merged.get("reduce_fx"), sizes, divisor, add_up=add_up)
-                self._log.original(fx, name, value, **merged)
-
-
-def _merged(
-    values: Sequence[Tensor],
-    ran: Sequence[RanPart],
-    reduce_fx: Any,
-    sizes: Sequence[int] | None,
-    divisor: int,
-    *,
-    add_up: bool,
-) -> Tensor:
-    """One logged value from those of these parts; no wait for the device."""
-    if len(values) == 1:
-        return values[0]
-    weights = by = [one.weight for one in ran]
-    if sizes is not None:  # the NaN of a mean over nothing is left out
-        by = [size * ~(v.isnan() & (w == 0)) for size, v, w in zip(sizes, values, weights, strict=True)]
-    merged = merge_logged(values, by, reduce_fx)
-    losses = [one.output.loss.reshape(()) for one in ran if one.output.loss is not None]
-    if len(losses) < len(values):
-        return merged
-    stacked = torch.stack(list(values))
-    is_loss = torch.isclose(stacked / divisor, torch.stack(losses).to(merged.dtype), equal_nan=True).all()
-    whole = stacked.sum() if add_up else merge_logged(values, weights)
-    return torch.where(is_loss, whole, merged)
+                    by = [one.samples for one in logged]
+                    private_loop_api.set_batch_value(metric, merge_logged(values, by))
+                value = metric
+            elif len(values) > 1:
+                by = weights
+                if None not in sizes:  # the NaN of a mean over nothing is left out
+                    by = [n * ~(v.isnan() & (w == 0)) for n, v, w in zip(sizes, values, weights, strict=True)]
+                value = merge_logged(values, by, whole["reduce_fx"])
+                losses = [one.output.loss.reshape(()) for one in logged if one.output.loss is not None]
+                if len(losses) == len(values):
+                    divided = torch.stack(values) / divisor
+                    is_loss = torch.isclose(divided, torch.stack(losses).to(divided.dtype), equal_nan=True).all()
+                    as_loss = merge_logged(values, weights, "sum" if add_up else "mean")
+                    value = torch.where(is_loss, as_loss, value)
+            self._log.original(fx, name, value, **whole)

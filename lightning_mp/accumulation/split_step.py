@@ -19,8 +19,8 @@ for which the other ranks wait in their backwards. Where the shapes of a batch h
 with the reduction as always.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,15 +31,15 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.fabric.utilities.rank_zero import rank_prefixed_message
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.memory import garbage_collection_cuda
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp.accumulation.batch_split import Microbatch, SplitState, copied_containers, num_samples
 from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.accumulation.loss_probe import LossProbe
-from lightning_mp.accumulation.out_of_memory import forget_attempt, free_cached_memory, is_out_of_memory
+from lightning_mp.accumulation.out_of_memory import forget_attempt, is_out_of_memory
 from lightning_mp.accumulation.part_results import PartLogs, RanPart, merged_output
-from lightning_mp.accumulation.running_parts import RunningPart, RunningParts
 from lightning_mp.accumulation.windows import AccumulationState
 from lightning_mp.core import private_loop_api, private_sharding_api, private_tensor_api, private_trainer_api
 from lightning_mp.core.messages import lightning_logger
@@ -66,12 +66,6 @@ class _Batch:
     zero_grad: Callable[[], None] | None  # until that is done
     is_new: bool = True  # no training step has had it
 
-    def return_to(self, controller: AccumulationController, *, carries_totals: bool = False) -> None:
-        """Restores its start: random numbers, the module's buffers and attributes, counts."""
-        self.restore_module()
-        self.random_state.restore()
-        controller.return_to(self.counted, carries_totals=carries_totals)
-
     def parts(self, state: SplitState) -> list[Microbatch]:
         """Itself, or what it is split into."""
         parts = state.parts_of(self.kept)
@@ -86,25 +80,27 @@ class SplitStep:
     """Runs the closures of one fit; to be made when it starts."""
 
     def __init__(
-        self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", owner: object, state: SplitState
+        self,
+        trainer: "pl.Trainer",
+        pl_module: "pl.LightningModule",
+        controller: AccumulationController,
+        state: SplitState,
+        owner: object,
     ) -> None:
-        self._trainer, self._module, self._owner, self._state = trainer, pl_module, owner, state
+        self._trainer, self._module, self._controller = trainer, pl_module, controller
+        self._state, self._owner = state, owner
         model = trainer.strategy.model
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        controller = AccumulationController.of(trainer)
-        assert controller is not None
-        self._controller = controller
         self._logs = PartLogs(trainer)
         self._window: list[_Batch] = []  # the open one's, the last one the loader's current batch
-        self.under_way: _Batch | None = None  # that or an earlier one, done again
+        self._under_way: _Batch | None = None  # that or an earlier one, done again
         self._fitted: set[Any] = set()  # shapes whose backward was over when the optimizer had its state
         self._is_overlapping = False  # a backward whose buckets other ranks get
-        self._shown = RunningParts()
-        RunState.of(trainer).keep(self._shown)
+        self._run_state = RunState.of(trainer)
         private_loop_api.replace_closures(trainer, self._begin)
-        self._after_backward = Patches.of(trainer).replace(
-            trainer.precision_plugin, "post_backward", self._post_backward
-        )
+        patches = Patches.of(trainer)
+        self._after_backward = patches.replace(trainer.precision_plugin, "post_backward", self._post_backward)
+        self._gather = patches.replace(pl_module, "all_gather", self._all_gather)
 
     def _begin(self, closure: BatchClosure) -> Callable[[], ClosureResult] | None:
         if self._owner not in private_trainer_api.callbacks_of(self._trainer):
@@ -116,7 +112,16 @@ class SplitStep:
 
     def _post_backward(self, loss: Tensor, module: "pl.LightningModule") -> Any:
         """Calls ``on_after_backward`` after the last part only."""
-        return loss.detach() if self.under_way else self._after_backward.original(loss, module)
+        return loss.detach() if self._under_way else self._after_backward.original(loss, module)
+
+    def _all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        if self._under_way and self._trainer.world_size > 1:
+            raise MisconfigurationException(
+                "The training step called self.all_gather. MicroBatchOnOOM cannot repeat it on one rank alone: the"
+                " others would not take part, and wait forever. Gather outside of the training step, or remove the"
+                " callback."
+            )
+        return self._gather.original(*args, **kwargs)
 
     # -- one batch of the loader ---------------------------------------------------------------------------------------
 
@@ -131,22 +136,20 @@ class SplitStep:
         counted = self._controller.state
         batch = _Batch(closure, kept, _versions(kept), random_state, restore, counted, closure.zero_grad)
         self._window.append(batch)
-        self._shown.is_repeated = False
         closes = not private_trainer_api.is_accumulating(self._trainer)
-        divisor = int(self._trainer.accumulate_grad_batches)
-        self.under_way = batch
         try:
             ran = self._attempt_until_it_fits(batch, closes)
-            self._logs.flush(ran, divisor, add_up=self._state.form == "sum")
-        finally:
-            self.under_way = None
-            self._logs.drop()
-            if self._shown.part is not None:
-                self._shown.part = None
+            self._logs.flush(ran, int(self._trainer.accumulate_grad_batches), add_up=self._state.form == "sum")
+            if len(ran) > 1:
                 self._controller.end_parts(counted.micro_batch)
+            self._under_way = None
+            self._call_after_backward(ran)
+        finally:
+            self._under_way = None
+            self._logs.drop()
+            self._run_state.is_repeating = False
         if closes:
             self._window.clear()
-        self._call_after_backward(ran)
         return merged_output(ran, add_up=self._state.form == "sum")
 
     def _attempt_until_it_fits(self, batch: _Batch, closes: bool) -> list[RanPart]:
@@ -162,23 +165,30 @@ class SplitStep:
                     raise
                 self._make_smaller(sizes_tried, error)
                 forget_attempt(error)
-            self._shown.is_repeated = True
-            batch.return_to(self._controller)
-            free_cached_memory(self._module.device)
+            self._return_to(batch)
+            torch.clear_autocast_cache()
+            garbage_collection_cuda()  # cycles in a user's code may still hold tensors
 
     def _compute_window_again(self, batch: _Batch) -> None:
         """The gradient of the window's earlier batches; nothing else of them happens twice."""
         closure = batch.closure
         self._module.optimizer_zero_grad(self._trainer.current_epoch, closure.batch_idx, closure.optimizer)
         for earlier in self._window[:-1]:
-            earlier.return_to(self._controller, carries_totals=earlier is not self._window[0])
+            self._return_to(earlier, carries_totals=earlier is not self._window[0])
             ran = self._run_parts(earlier, closes=False)
             self._call_after_backward(ran)  # it may change the gradient; what it logs is dropped
-        batch.return_to(self._controller, carries_totals=len(self._window) > 1)
+        self._return_to(batch, carries_totals=len(self._window) > 1)
+
+    def _return_to(self, batch: _Batch, *, carries_totals: bool = False) -> None:
+        """Restores the start of a batch: random numbers, the module's buffers and attributes, counts."""
+        self._run_state.is_repeating = True
+        batch.restore_module()
+        batch.random_state.restore()
+        self._controller.return_to(batch.counted, carries_totals=carries_totals)
 
     def _run_parts(self, batch: _Batch, closes: bool) -> list[RanPart]:
         """What Lightning's closure does, for each part."""
-        self.under_way = batch
+        self._under_way = batch
         parts = batch.parts(self._state)
         is_split = len(parts) > 1
         if is_split:
@@ -189,34 +199,30 @@ class SplitStep:
                 )
             batches, samples = [part.batch for part in parts], [part.samples for part in parts]
             known = self._controller.parts_of(batches, samples, losses_add_up=self._state.form == "sum")
-        overlaps = closes and self._ddp is not None and _shapes(parts[-1].batch) in self._fitted
+        has_fitted = closes and _shapes(parts[-1].batch) in self._fitted
         ran: list[RanPart] = []
         for index, part in enumerate(parts):
             is_last = part is parts[-1]
             self._logs.begin_part(index)
             if is_split:
-                random_state = RandomState.capture(self._module.device)
-                self._shown.part = RunningPart(
-                    copied_containers(part.batch), batch.closure.batch_idx, index, random_state
-                )
                 self._controller.begin_part(known[index])
             may_skip = is_split and (not is_last or any(one.has_backward for one in ran))
-            with nullcontext() if self._ddp is None or (overlaps and is_last) else self._ddp.no_sync():
-                ran.append(self._run_part(batch, part, overlaps=overlaps and is_last, may_skip=may_skip))
+            overlaps = has_fitted and is_last
+            with nullcontext() if self._ddp is None or overlaps else self._ddp.no_sync():
+                ran.append(self._run_part(batch, part, overlaps=overlaps, may_skip=may_skip))
             if is_split:
-                # Without its graph, by which it and its other entries would keep every part's activations.
-                ran[-1] = ran[-1]._replace(output=_without_graph(ran[-1].output))
+                # By their graphs it and its other entries would keep every part's activations.
+                output = ran[-1].output
+                output.closure_loss = None
+                output.extra = apply_to_collection(output.extra, Tensor, Tensor.detach, allow_frozen=True)
             if self._ddp is not None and self._trainer.global_step > 0:
                 self._fitted.add(_shapes(part.batch))
-        if closes and self._ddp is not None and not (overlaps and ran[-1].has_backward):
-            with self._hooked_by_ddp() as hooked:
+        if closes and self._ddp is not None and not (has_fitted and ran[-1].has_backward):
+            # Masters hook 16-bit copies in place of parameters.
+            hooked_by_ddp = getattr(self._trainer.precision_plugin, "hooked_by_ddp", None)
+            with hooked_by_ddp() if hooked_by_ddp is not None else nullcontext(self._module.parameters()) as hooked:
                 reduce_gradients(self._ddp, hooked)
         return ran
-
-    def _hooked_by_ddp(self) -> AbstractContextManager[Iterable[Tensor]]:
-        """The tensors whose gradients DDP reduces: the parameters, or 16-bit copies of master weights."""
-        of_plugin = getattr(self._trainer.precision_plugin, "hooked_by_ddp", None)
-        return of_plugin() if of_plugin is not None else nullcontext(self._module.parameters())
 
     def _run_part(self, batch: _Batch, part: Microbatch, *, overlaps: bool, may_skip: bool) -> RanPart:
         """Training step, ``zero_grad`` if that is still to come, and backward.
@@ -231,7 +237,7 @@ class SplitStep:
         is_left_out = loss is None or (may_skip and not bool(loss.isfinite().all()) and counts_nothing(loss))
         if loss is None or backward is None or is_left_out:
             return RanPart(output, part.samples, 0.0, has_backward=False)
-        self._is_overlapping = overlaps
+        self._is_overlapping = overlaps and self._ddp is not None
         backward(loss)
         self._is_overlapping = False
         return RanPart(output, part.samples, self._controller.part_weight, has_backward=True)
@@ -246,9 +252,9 @@ class SplitStep:
     def _make_smaller(self, sizes_tried: list[int], error: Exception) -> None:
         """Halves the size, or raises the error with what it needs to be understood."""
         state = self._state
-        assert self.under_way is not None
-        samples = state.samples_of(self.under_way.kept)
-        sizes_tried.append(samples if state.size is None else min(state.size, samples))
+        assert self._under_way is not None
+        samples = state.samples_of(self._under_way.kept)
+        sizes_tried.append(min(state.size or samples, samples))
         least = max(state.min_size, state.least)
         smaller, why_not = max(-(-sizes_tried[-1] // 2), least), ""
         if self._is_overlapping:
@@ -281,20 +287,12 @@ class SplitStep:
     def _check_loss(self, batch: _Batch) -> None:
         """At the first split: whether the losses of parts add up to that of the whole, before anything has stepped."""
         state = self._state
-        if state.form is not None or state.size is None or len(state.parts_of(batch.kept)) == 1:
-            return
-        self.under_way = batch
-        try:
-            state.form = LossProbe(self._trainer, self._module, state, batch.closure).form_of(batch.kept)
-        finally:
-            self._shown.is_repeated = True  # forwards have run that are no part of the step
-            batch.return_to(self._controller)
-
-
-def _without_graph(output: ClosureResult) -> ClosureResult:
-    light = ClosureResult(None, apply_to_collection(output.extra, Tensor, Tensor.detach, allow_frozen=True))
-    light.loss = output.loss
-    return light
+        if state.form is None and state.size is not None and len(state.parts_of(batch.kept)) > 1:
+            self._under_way = batch
+            state.form = LossProbe(self._trainer, self._module, self._controller, state, batch.closure).form_of(
+                batch.kept
+            )
+            self._return_to(batch)
 
 
 def _shapes(batch: Any) -> tuple[torch.Size, ...]:

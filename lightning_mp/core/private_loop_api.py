@@ -11,6 +11,7 @@ from lightning.pytorch.loops.optimization import automatic
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_mp.core.patches import Patch, Patches
 
@@ -89,3 +90,13 @@ def replace_closures(
 def replace_logging(trainer: "pl.Trainer", log: Callable[..., None]) -> Patch:
     """Has ``log`` take what ``self.log`` is called with in training, with the hook's name before the others."""
     return Patches.of(trainer).replace(trainer.fit_loop.epoch_loop._results, "log", log)
+
+
+def batch_value(metric: Metric) -> Any:
+    """What its last ``forward`` returned, which is logged for a step; None after a mere ``update``."""
+    return metric._forward_cache
+
+
+def set_batch_value(metric: Metric, value: Tensor) -> None:
+    """Has a step log this value of the metric."""
+    setattr(metric, "_forward_cache", value)  # noqa: B010  # torchmetrics declares None

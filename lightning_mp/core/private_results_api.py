@@ -18,16 +18,6 @@ PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
 )
 
 
-def batch_value(metric: Metric) -> Any:
-    """What its last ``forward`` returned, which is logged for a step; None after a mere ``update``."""
-    return metric._forward_cache
-
-
-def set_batch_value(metric: Metric, value: Tensor) -> None:
-    """Has a step log this value of the metric."""
-    setattr(metric, "_forward_cache", value)  # noqa: B010  # torchmetrics declares None
-
-
 def logged_results(trainer: "pl.Trainer") -> dict[str, Any]:
     """What the training epoch has logged so far: plain values of each entry, by which it can be made again."""
     found: dict[str, Any] = {}

@@ -21,6 +21,8 @@ class RunState:
         self._trainer = trainer
         self._parts: dict[type, tuple[Any, Callable[[], None] | None]] = {}
         self.skipped_steps = 0
+        #: An attempt at the current batch has failed: what has run since it began is not one forward and backward.
+        self.is_repeating = False
 
     @classmethod
     def of(cls, trainer: "pl.Trainer") -> "RunState":

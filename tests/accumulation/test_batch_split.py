@@ -1,7 +1,7 @@
 """Splitting batches and joining outputs, apart from any training."""
 
 import dataclasses
-from collections import UserDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from lightning_mp.accumulation.batch_split import microbatch_bounds, num_samples, split_batch, split_by
+from lightning_mp.accumulation.batch_split import num_samples, split_batch, split_by
 from lightning_mp.accumulation.part_results import merge_outputs
 
 Pair = namedtuple("Pair", ["x", "names"])
@@ -40,14 +40,17 @@ X = torch.arange(10.0).reshape(5, 2)
 NAMES = list("abcde")
 
 
-@given(st.integers(1, 200), st.integers(1, 50))
-def test_bounds_cover_the_batch_in_few_and_even_microbatches(samples, size):
-    bounds = microbatch_bounds(samples, size)
-    lengths = [stop - start for start, stop in bounds]
-    assert [index for start, stop in bounds for index in range(start, stop)] == list(range(samples))
-    assert max(lengths) <= size
+@given(st.integers(1, 200), st.integers(1, 50), st.integers(1, 2))
+def test_microbatches_cover_the_batch_and_are_few_and_even(samples, size, least):
+    microbatches = split_batch(torch.arange(samples), size, least)
+    lengths = [microbatch.samples for microbatch in microbatches]
+    assert torch.equal(torch.cat([microbatch.batch for microbatch in microbatches]), torch.arange(samples))
+    assert lengths == [len(microbatch.batch) for microbatch in microbatches]
     assert max(lengths) - min(lengths) <= 1
-    assert len(bounds) == -(-samples // size)
+    assert min(lengths) >= min(least, samples)
+    if least <= min(size, samples) and (least == 1 or samples % size == 0):
+        assert max(lengths) <= size
+        assert len(lengths) == -(-samples // size)
 
 
 def test_tensor_is_viewed_and_not_copied():
@@ -84,6 +87,7 @@ def test_frozen_dataclass_with_a_field_that_init_does_not_take():
     assert [type(microbatch) for microbatch in microbatches] == [Sample] * 3
     assert torch.equal(microbatches[1].doubled, 2 * X[2:4])
     assert (microbatches[2].names, microbatches[2].scale) == (["e"], 2.0)
+    assert rows([Sample(X, NAMES)])[2][0].names == ["e"]
 
 
 def test_batch_encoding_stays_one():
@@ -113,7 +117,7 @@ def test_texts_alone_are_samples():
         ({"x": X, "graph": SimpleNamespace()}, r"batch\['graph'\] is of type 'SimpleNamespace'"),
         ([X, {1, 2}], r"batch\[1\] is of type 'set'"),
         ([torch.tensor(1.0), 3], "a batch of type 'list' in which no tensor has a first dimension"),
-        (pack_sequence([torch.ones(2), torch.ones(1)]), "batch is a PackedSequence"),
+        (pack_sequence([torch.ones(2), torch.ones(1)]), "batch is of type 'PackedSequence'"),
         ([X.to_sparse()], r"batch\[0\] is a nested or sparse tensor"),
         ({"x": X[:0]}, "no tensor has a first dimension"),
     ],
@@ -165,6 +169,20 @@ def test_rows_are_joined():
     assert merged({"y": (X[:3], 2.0)}, {"y": (X[3:4], 4.0)})["y"][1] == 4.0 - 1.5
 
 
+def test_a_list_of_as_many_entries_as_samples_is_one_of_samples_unless_its_entries_have_their_rows():
+    boxes = [torch.ones(number, 4) for number in (3, 5, 1, 2)]
+    joined = merge_outputs([{"boxes": boxes[:2]}, {"boxes": boxes[2:]}], [2, 2], [1, 1])["boxes"]
+    assert [len(box) for box in joined] == [3, 5, 1, 2]
+    pair = merge_outputs([(X[:2], X[2:4]), (X[1:3], X[3:5])], [2, 2], [1, 1])
+    assert [len(entry) for entry in pair] == [4, 4]
+
+
+def test_dicts_stay_of_their_kind():
+    ordered = merged(OrderedDict(y=X[:3], z=1.0), OrderedDict(y=X[3:4], z=3.0))
+    assert type(ordered) is OrderedDict
+    assert len(ordered["y"]) == 4
+
+
 def test_of_anything_else_the_last_is_taken():
     assert merged(1, 2) == 2
     assert merged("a", "b") == "b"
@@ -173,8 +191,3 @@ def test_of_anything_else_the_last_is_taken():
     assert torch.equal(merged(torch.ones(2, 3), torch.ones(4, 3)), torch.ones(4, 3))
     assert merged([1, 2], [3]) == [3]
     assert merged({"a": 1.0, "b": 2.0}, {"a": 3.0}) == {"a": 1.5}
-
-
-def test_one_output_is_itself():
-    output = {"y": X}
-    assert merge_outputs([output], [5], [1.0]) is output

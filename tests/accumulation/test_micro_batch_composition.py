@@ -224,12 +224,14 @@ def test_values_of_a_part_that_counts_nothing_are_left_out_of_what_is_logged():
             chosen = self.net(x)[x[:, 0] > 0]
             loss = (chosen - y[x[:, 0] > 0]).square().mean()
             self.log("half", loss / 2, on_step=True, on_epoch=True, batch_size=len(x))
+            self.log("rows", x[:, 1].mean(), on_step=True, on_epoch=True, batch_size=len(x))
             return loss
 
     batches = regression_batches(1, batch_size=8)
     batches[0][0][:, 0] = torch.tensor([1.0, -1, 1, 1, 1, 1, -1, -1])
     whole, split = (fit(Half(limit), loader(batches), MicroBatchOnOOM()) for limit in (10**9, 2))
     assert split.callback_metrics["half_epoch"].isfinite()
+    torch.testing.assert_close(split.callback_metrics["rows_step"], whole.callback_metrics["rows_step"])
     assert whole.callback_metrics["half_epoch"] > 0
 
     class Summed(Limited):
@@ -253,6 +255,27 @@ def test_parts_are_weighted_beside_a_monitor_that_only_counts(window):
         runs.append(model.gradients)
     for a, b in zip(*runs, strict=True):
         assert_close(a, b, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:You called .self.log.*needs to be floating")
+def test_whole_numbers_are_logged_and_a_constant_batch_size_is_that_of_the_whole():
+    """Of the batches the last two are split: a size that counts four times would give them more weight."""
+
+    class Counts(Limited):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            self.log("many", (batch[1] > 0).sum(), reduce_fx="sum", on_step=True, on_epoch=True)
+            self.log("float", output["loss"].item(), on_epoch=True)
+            self.log("first", batch[0][:, 0].mean(), on_step=False, on_epoch=True, batch_size=8)
+            return output
+
+    batches = [[t.double() for t in batch] for batch in regression_batches(4, 8)]
+    trainer = fit(Counts(2, first=2, dtype=torch.float64), loader(batches), MicroBatchOnOOM())
+    torch.testing.assert_close(trainer.callback_metrics["float"], trainer.callback_metrics["loss_epoch"].float())
+    assert trainer.callback_metrics["many_epoch"] == sum((y > 0).sum() for _, y in batches)
+    assert trainer.callback_metrics["many_step"] == (batches[-1][1] > 0).sum()
+    expected = torch.cat([x for x, _ in batches])[:, 0].mean()
+    torch.testing.assert_close(trainer.callback_metrics["first"], expected, check_dtype=False)
 
 
 def test_a_batch_size_that_is_given_weighs_the_epoch_mean():

@@ -110,9 +110,9 @@ def test_one_rank_alone_runs_out_of_memory(where, window, ddp):
     assert (size, other_size) == (None, 2)
     # Micro-batch 0 fits, from 1 on not: it is tried, then the losses of its parts and of their halves are compared.
     if where == "forward":
-        assert other_rows[:7] == [8, 8, 2, 2, 4, 1, 1]
+        assert other_rows[:9] == [8, 8, 2, 2, 2, 4, 1, 1, 1]
     else:  # both comparisons fit, and the backward of a part of 4 does not
-        assert other_rows[:9] == [8, 8, 2, 2, 4, 2, 2, 4, 4]
+        assert other_rows[:11] == [8, 8, 2, 2, 2, 4, 2, 2, 2, 4, 4]
     assert other_rows[-4:] == [2, 2, 2, 2]
     assert rows == [8] * len(rows)
     # Logged with sync_dist=True: one collective per micro-batch, however many microbatches a rank has run.
@@ -158,6 +158,52 @@ class Seen:
 
     def __init__(self) -> None:
         self.means: list[Any] = []
+
+
+class Late(Limited):
+    """Notes which reductions begin inside of a backward; rank 1 runs out of memory in its backward from a batch on."""
+
+    is_in_backward = False
+
+    def backward(self, loss: Tensor) -> None:
+        self.is_in_backward = True
+        loss.backward()
+        self.is_in_backward = False
+
+
+def fit_late(rank: int, first: int) -> list[list[bool]]:
+    """For each step, whether a backward was under way when its buckets were reduced."""
+    model = Late((NEVER, 3)[rank], "backward", first=first)
+    seen: list[list[bool]] = [[]]
+
+    class Notes(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+                seen[-1].append(model.is_in_backward)
+                work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+                return work.get_future().then(lambda future: future.value()[0])
+
+            trainer.strategy.model.register_comm_hook(None, hook)
+
+        def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+            seen.append([])
+
+    strategy = DDPStrategy(process_group_backend="gloo")
+    trainer = quiet_trainer(devices=2, strategy=strategy, callbacks=[MicroBatchOnOOM(), Notes()])
+    trainer.fit(model, loader(batches_of(rank, 4)))
+    trainer.strategy.barrier()
+    return seen[1:]
+
+
+def test_shapes_that_have_fitted_overlap_with_their_reduction():
+    """From the third step on: in the second the optimizer has its state for the first time."""
+    for overlapped in run_ranks(lambda rank: fit_late(rank, NEVER), 2):
+        assert [all(step) for step in overlapped] == [False, False, True, True]
+
+
+def test_an_overlapped_backward_that_runs_out_of_memory_ends_with_a_note():
+    with pytest.raises(RankError, match="MicroBatchOnOOM: a backward that overlaps with the reduction over ranks"):
+        run_ranks(lambda rank: fit_late(rank, 3), 2)
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """Losses whose batches do not fit: the whole's gradient, or a refusal with numbers, or equal weights and a line."""
 
 import logging
+import math
 import random
 import warnings
 from collections.abc import Callable
@@ -228,6 +229,26 @@ def test_a_loss_that_does_not_add_up_trains_where_it_fits() -> None:
     assert len(model.gradients) == 4
 
 
+@pytest.mark.parametrize(
+    ("whole", "halves", "form"),
+    [
+        (2.75, [(1, 2.0), (3, 3.0)], "mean"),
+        (5.0, [(1, 2.0), (3, 3.0)], "sum"),
+        (2.5, [(1, 2.0), (3, 3.0)], "neither"),
+        (3.0, [(2, 3.0), (0, 9.0)], None),
+        (0.5, [(0, 0.5), (0, 0.5)], None),
+        (0.5, [(0, 0.5), (0, 0.7)], "neither"),
+        (3.0, [(2, 3.0), (2, 0.0)], "neither"),
+        (0.0, [(2, 0.0), (2, 0.0)], None),
+        (math.nan, [(0, math.nan), (0, math.nan)], None),
+        (math.inf, [(2, math.inf), (2, 3.0)], None),
+    ],
+)
+def test_how_a_loss_is_made_of_those_of_its_halves(whole: float, halves: list[Any], form: str | None) -> None:
+    compared = loss_probe.Comparison(4, whole, [loss_probe.PartLoss(*half) for half in halves])
+    assert compared.form(1e-3) == form
+
+
 # -- what cannot be compared -------------------------------------------------------------------------------------------
 
 
@@ -263,8 +284,13 @@ def test_a_step_that_draws_random_numbers_is_taken_for_the_likelier_form(loss: s
     assert f"draws random numbers: the loss of a batch is taken for their {form}" in caplog.text
 
 
-@pytest.mark.parametrize("draw", [lambda: np.random.uniform(0.9, 1.1), lambda: random.uniform(0.9, 1.1)])
-def test_numbers_of_numpy_and_python_are_drawn_too(draw: Callable[[], float], caplog: Any) -> None:
+OWN = np.random.default_rng(5)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: np.random.uniform(0.9, 1.1), lambda: random.uniform(0.9, 1.1), lambda: OWN.uniform(0.9, 1.1)]
+)
+def test_numbers_of_numpy_python_and_an_own_generator_are_drawn_too(draw: Callable[[], float], caplog: Any) -> None:
     kind = type("Draws", (DrawsAFactor,), {"draw": staticmethod(draw)})
     callback = MicroBatchOnOOM()
     fit(kind(EXACT["mean of squares"], 4), batches(), callback)
@@ -320,19 +346,18 @@ def test_parts_of_one_sample_are_compared_without_a_graph() -> None:
         fit(Model(JOINED["in-batch negatives"], 1), batches(), MicroBatchOnOOM())
 
 
-def test_a_loss_that_cannot_be_compared_is_refused_with_the_reason_unless_it_shows_a_mean(caplog: Any) -> None:
-    class Tight(Model):
-        """Two samples do not fit even without a graph."""
+def test_a_loss_that_cannot_be_compared_is_refused_with_the_reason() -> None:
+    """Two samples run without a graph, where one alone fits with it."""
 
+    class NeedsGraph(Model):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if len(batch["x"]) > 1:
-                out_of_memory()
-            return super().training_step(batch, batch_idx)
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda gradient: gradient)
+            return loss
 
-    with pytest.raises(MisconfigurationException, match="run once more, raised OutOfMemoryError: CUDA out of memory"):
-        fit(Tight(EXACT["sum"], FITS), batches(), MicroBatchOnOOM())
-    fit(Tight(EXACT["mean of squares"], FITS), batches(), MicroBatchOnOOM())
-    assert "raised OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. (planted): the loss" in caplog.text
+    fit(NeedsGraph(EXACT["sum"], 2), batches(), MicroBatchOnOOM())
+    with pytest.raises(MisconfigurationException, match=r"run once more, raised RuntimeError: cannot register a hook"):
+        fit(NeedsGraph(EXACT["sum"], 1), batches(), MicroBatchOnOOM())
 
 
 def test_a_size_that_is_set_by_hand_is_checked_too() -> None:

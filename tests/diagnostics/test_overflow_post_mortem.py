@@ -14,6 +14,7 @@ import small_models
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins.precision import MixedPrecision
+from planted_oom import out_of_memory
 from planted_overflows import (
     Attention,
     LogOfZero,
@@ -355,14 +356,15 @@ def test_an_overflow_that_nobody_planted(fused: bool, tmp_path: Path) -> None:
     assert not module.is_finite(batch, 2 * finding.finite_scale)
 
 
+@pytest.mark.parametrize("limit", [2, 1], ids=["fits", "does not fit"])
 @pytest.mark.parametrize("size", [None, 1])
-def test_parts_of_a_batch_that_did_not_fit_are_replayed_one_by_one(size: int | None) -> None:
-    """The whole would not fit into memory."""
-    rows: set[int] = set()
+def test_a_batch_that_ran_in_parts_is_replayed_whole(size: int | None, limit: int) -> None:
+    """Where it does not fit, the report says so."""
 
     class Large(BoringModel):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            rows.add(len(batch))
+            if len(batch) > limit and torch.is_grad_enabled():
+                out_of_memory()
             return self.layer(batch).float().mean() * 8
 
     split = MicroBatchOnOOM()
@@ -374,8 +376,12 @@ def test_parts_of_a_batch_that_did_not_fit_are_replayed_one_by_one(size: int | N
         max_steps=2,
     )
     trainer.fit(Large(), loader([torch.ones(2, 32)] * 4))
-    assert {finding.verdict for report in post_mortem.reports for finding in report.findings} == {"scale"}
+    findings = [finding for report in post_mortem.reports for finding in report.findings]
+    if limit == 2:
+        assert {(one.verdict, one.num_micro_batches, one.finite_scale) for one in findings} == {("scale", 1, 2.0**13)}
+    else:
+        assert not findings
+        assert "OutOfMemoryError: CUDA out of memory" in str(post_mortem.reports[0])
     skipped = len(post_mortem.reports)
     assert skipped
-    assert max(f.num_micro_batches for report in post_mortem.reports for f in report.findings) == 2 // (size or 2)
     assert trainer.precision_plugin.scaler.get_scale() == 2.0 ** (20 - skipped)

@@ -50,7 +50,7 @@ class Limited(pl.LightningModule):
         middle = self.net[:3](x)
         if too_large and self.where == "forward" and torch.is_grad_enabled():
             out_of_memory()
-        if too_large:
+        if too_large and middle.requires_grad:
             middle.register_hook(out_of_memory)
         loss = nn.functional.mse_loss(self.net[3](middle).to(y.dtype), y)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
