@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from memory_logger import MemoryLogger
-from small_models import TokenModel, adamw, loader, quiet_trainer, token_batches
+from small_models import TokenModel, adamw, at, loader, quiet_trainer, saving, token_batches
 from torch import Tensor
 
 from lightning_mp import (
@@ -39,14 +38,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of a short run with fp32 weights, a scaler, and an open window with its gradients."""
     path = tmp_path_factory.mktemp("bits") / "saved.ckpt"
 
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                trainer.save_checkpoint(path)
-
     trainer = quiet_trainer(
         plugins=[MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=2.0**10))],
-        callbacks=[AccumulationScheduler({0: 2}, unit="step", save_partial_gradients=True), Saves()],
+        callbacks=[
+            AccumulationScheduler({0: 2}, unit="step", save_partial_gradients=True),
+            at(saving(path), batch_idx=2),
+        ],
     )
     trainer.fit(TokenModel(adamw), loader(token_batches([3, 4, 2, 5])))
     saved: dict[str, Any] = torch.load(path, weights_only=True)

@@ -13,7 +13,7 @@ import torch
 from exact_runs import LOADERS, Dropped, Memory
 from gloo import RankError, run_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from small_models import quiet_trainer
+from small_models import at, quiet_trainer
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import (
@@ -40,18 +40,6 @@ PRECISIONS: dict[str, Callable[[], Any]] = {
 }
 KILLED_LOADERS = ("shuffle", "generator", "workers", "workers that persist")
 EPOCHS = 4
-
-
-class Killed(Callback):
-    """By SIGKILL, so long after a batch began, from a thread; or never."""
-
-    def __init__(self, batch: int, delay_seconds: float) -> None:
-        self.left, self.delay_seconds = batch, delay_seconds
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.left -= 1
-        if not self.left:
-            threading.Timer(self.delay_seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def train(rank: int, *, folder: Path, loader: str, strategy: str, precision: str, kill: Callback | None) -> Any:
@@ -92,7 +80,12 @@ def killed_and_resumed(folder: Path, choose: random.Random, kills: int, **kind: 
     ranks = STRATEGIES[kind["strategy"]][1]
     done = 0
     for _ in range(kills):
-        kill = Killed(choose.randint(1, 3), choose.random() * 0.03)
+        delay_seconds = choose.random() * 0.03
+        kill = at(
+            lambda *_, seconds=delay_seconds: threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start(),
+            "on_train_batch_start",
+            call=choose.randint(1, 3),
+        )
         try:
             run_ranks(lambda rank, kill=kill: train(rank, folder=folder, kill=kill, **kind), ranks, 90)
         except RankError as error:

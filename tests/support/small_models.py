@@ -5,6 +5,7 @@ Modules: :class:`Regression` (may overflow, notes its learning rates), :class:`T
 parts with any loss).
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -227,6 +229,75 @@ def quiet_trainer(**arguments: Any) -> pl.Trainer:
         "use_distributed_sampler": False,
     }
     return pl.Trainer(**(defaults | arguments))
+
+
+def at(
+    action: Callable[[Any, Any], Any],
+    hook: str = "on_train_batch_end",
+    *,
+    step: int | None = None,
+    batch_idx: int | None = None,
+    call: int | None = None,
+    rank: int | None = None,
+) -> Callback:
+    """A callback that calls ``action(trainer, module)`` in a hook: always, or only where all that is given holds.
+
+    Args:
+        action: for example :func:`saving`, :func:`raising` or :func:`stop_run`.
+        hook: its name.
+        step: optimizer steps so far.
+        batch_idx: the last argument of hooks of batches.
+        call: the n-th call of the hook, from 1.
+        rank: of the process; -1 is the last one.
+    """
+    calls = itertools.count(1)
+
+    def called(trainer: pl.Trainer, module: pl.LightningModule, *arguments: Any) -> None:
+        now = (trainer.global_step, next(calls), trainer.global_rank, *arguments[-1:])
+        wanted = (step, call, None if rank is None else rank % trainer.world_size)
+        wanted += () if batch_idx is None else (batch_idx,)
+        if all(given is None or given == found for given, found in zip(wanted, now, strict=False)):
+            action(trainer, module)
+
+    callback = Callback()
+    setattr(callback, hook, called)
+    return callback
+
+
+def saving(path: Any) -> Callable[[Any, Any], None]:
+    return lambda trainer, _: trainer.save_checkpoint(path)
+
+
+def raising(error: BaseException) -> Callable[[Any, Any], None]:
+    def action(*_: Any) -> None:
+        raise error
+
+    return action
+
+
+def plant_inf(name: str = "") -> Callable[[Any, Any], None]:
+    """In what this rank has of the gradient of the parameter, or of the first that has one."""
+
+    def action(_: Any, module: nn.Module) -> None:
+        parameter = module.get_parameter(name) if name else next(p for p in module.parameters() if p.grad is not None)
+        gradient = parameter.grad
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[-1] = torch.inf
+
+    return action
+
+
+def stop_run(trainer: pl.Trainer, _: Any) -> None:
+    trainer.should_stop = True
+
+
+class Outcomes(Callback):
+    """Keeps the outcome of each optimizer step in ``seen``."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        self.seen.append(outcome)
 
 
 def weights(module: nn.Module) -> list[Tensor]:
