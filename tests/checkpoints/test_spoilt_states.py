@@ -110,9 +110,6 @@ def test_a_schedule_says_what_is_wrong(entry: str, value: object, message: str) 
     assert message in str(error.value)
 
 
-# -- what a precision plugin writes beside the weights -----------------------------------------------------------------
-
-
 def saved_by(plugin: Any, folder: Path) -> dict[str, Any]:
     trainer = quiet_trainer(plugins=plugin, max_epochs=-1, max_steps=2, accumulate_grad_batches=2)
     trainer.fit(TokenModel(), loader(token_batches([4, 5] * 4)))
@@ -135,13 +132,7 @@ def refused(plugin: Any, checkpoint: dict[str, Any], folder: Path) -> str:
     return str(error.value)
 
 
-TORCH_STATE = {
-    "scale": 8.0,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
-    "_growth_tracker": 0,
-}
+TORCH_STATE = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
 LOSSES = "lightning_mp_loss_weights"
 
 
@@ -162,11 +153,7 @@ LOSSES = "lightning_mp_loss_weights"
             {"mean": "one"},
             "'forms' is {'mean': 'one'}; it must be a mapping from names to",
         ),
-        (
-            ["AutocastPrecision"],
-            [65536.0],
-            "loss scaler cannot be loaded: it is of type list; it must be a mapping",
-        ),
+        (["AutocastPrecision"], [65536.0], "loss scaler cannot be loaded: it is of type list; it must be a mapping"),
         (["AutocastPrecision"], "65536", "the loss scaler cannot be loaded: it is of type str; it must be a mapping"),
         (["AutocastPrecision"], {"scale": 1.0}, "loss scaler lacks growth_factor"),
         (["AutocastPrecision", "scale"], "large", "loss scaler has scale='large'"),

@@ -100,9 +100,6 @@ def test_attention_on_all_heads_equals_one_process(make: Any, gathered: dict[str
             assert_close_by_name(weights, alone, rtol=0, atol=2e-6)
 
 
-# -- clipping by norm with Lightning's own plugins ---------------------------------------------------------------------
-
-
 def test_gradients_on_two_meshes_are_clipped_by_one_norm() -> None:
     """Split, whole on all ranks, and one that has no gradient."""
 
@@ -155,9 +152,6 @@ def test_stock_clipping_equals_one_process(ranks: int) -> None:
     for of_rank in run_ranks(lambda rank: run(ranks), ranks):
         for weights, expected in zip(of_rank, alone, strict=True):
             assert_close_by_name(weights, expected, rtol=0, atol=2e-6)
-
-
-# -- tables of embeddings ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding", [None, 1, 6])
