@@ -82,11 +82,7 @@ def test_of_two_modules_that_share_an_input_the_right_one_is_named():
             return self.bad(x) + self.last(x)
 
     first = run(Shared(), torch.ones(2, 3))
-    assert (first.phase, first.module, first.tensor) == (
-        "backward",
-        "bad",
-        "gradient of argument 'x'",
-    )
+    assert (first.phase, first.module, first.tensor) == ("backward", "bad", "gradient of argument 'x'")
 
 
 def test_operations_between_modules_belong_to_the_module_that_makes_them():
@@ -109,22 +105,14 @@ def test_operations_between_modules_belong_to_the_module_that_makes_them():
             return self.down(y + (y * 0).sqrt())
 
     first = run(nn.Sequential(nn.Linear(3, 3), Kink(1.0)), torch.ones(2, 3))
-    assert (first.phase, first.module, first.tensor) == (
-        "backward",
-        "1",
-        "gradient of output of 1.up",
-    )
+    assert (first.phase, first.module, first.tensor) == ("backward", "1", "gradient of output of 1.up")
 
 
 def test_a_parameter_gradient_is_named():
     embedding = nn.Embedding(3, 3)
     embedding.weight.register_hook(lambda gradient: gradient * math.inf)
     first = run(nn.Sequential(embedding, nn.Linear(3, 3)), torch.tensor([0, 1]))
-    assert (first.phase, first.module, first.tensor) == (
-        "backward",
-        "0",
-        "gradient of weight",
-    )
+    assert (first.phase, first.module, first.tensor) == ("backward", "0", "gradient of weight")
 
 
 def test_structures_are_looked_into_and_left_alone():
@@ -237,11 +225,7 @@ def test_a_module_that_failed_and_was_passed_over_calls_nobody(where):
                 return self.slow(x * math.inf)
 
     first = run(nn.Sequential(nn.Linear(3, 3), Tries()), torch.ones(2, 3))
-    assert (first.phase, first.module, first.tensor) == (
-        "forward",
-        "1",
-        "argument 'input' of 1.slow",
-    )
+    assert (first.phase, first.module, first.tensor) == ("forward", "1", "argument 'input' of 1.slow")
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
@@ -259,11 +243,7 @@ def test_what_a_checkpoint_computes_again_has_the_caller_of_the_first_time(reent
             return checkpoint(self.inner, x, use_reentrant=reentrant)
 
     first = run(nn.Sequential(nn.Linear(3, 3), Kink()), torch.ones(2, 3))
-    assert (first.phase, first.module, first.tensor) == (
-        "backward",
-        "1",
-        "gradient of output of 1.up",
-    )
+    assert (first.phase, first.module, first.tensor) == ("backward", "1", "gradient of output of 1.up")
 
 
 def test_modules_get_what_they_were_given():

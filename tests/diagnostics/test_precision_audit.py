@@ -110,11 +110,7 @@ def test_fp8_layers_are_told_from_those_in_bf16(recipe: Any) -> None:
     products = {row.compute for row in backward if row.module == "middle" and row.kind == "matmul"}
     assert (
         products
-        == {
-            "tensorwise": {"fp8_e5m2"},
-            "rowwise": {"fp8_e4m3fn"},
-            "rowwise_with_gw_hp": {"fp8_e4m3fn", "bf16"},
-        }[recipe]
+        == {"tensorwise": {"fp8_e5m2"}, "rowwise": {"fp8_e4m3fn"}, "rowwise_with_gw_hp": {"fp8_e4m3fn", "bf16"}}[recipe]
     )
     assert audit.findings == ()
 

@@ -152,11 +152,7 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         lambda: {"precision": "bf16-mixed"},
         not_active("bf16-mixed"),
     ),
-    "autocast off everywhere, under a policy": (
-        everything_without_autocast,
-        bf16,
-        not_active("bf16-mixed"),
-    ),
+    "autocast off everywhere, under a policy": (everything_without_autocast, bf16, not_active("bf16-mixed")),
     "autocast off everywhere, 16-mixed": (
         everything_without_autocast,
         lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", LossScaler(init_scale=256.0))]},
@@ -221,17 +217,9 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         [("fp64", ("norm",), "64-bit floating-point numbers: norm.")],
     ),
     "64-bit numbers that were asked for": (put("norm", InFp64()), lambda: {"precision": "64-true"}, []),
-    "an odd size": (
-        resize,
-        bf16,
-        ODD_SIZES,
-    ),
+    "an odd size": (resize, bf16, ODD_SIZES),
     "an odd size in fp32": (resize, dict, []),
-    "16-bit weights": (
-        resize,
-        lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]},
-        ODD_SIZES,
-    ),
+    "16-bit weights": (resize, lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]}, ODD_SIZES),
 }
 
 

@@ -80,11 +80,7 @@ def test_the_cpu_attention_is_what_torch_does_not_count() -> None:
     # torch 2.15 does count it, and the scores that it computes again as if they were the model's
     is_counted = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
     assert counter.get_total_flops() == (7 * product if is_counted else 0)
-    assert (tally.count.forward, tally.count.backward, tally.count.recompute) == (
-        2 * product,
-        4 * product,
-        product,
-    )
+    assert (tally.count.forward, tally.count.backward, tally.count.recompute) == (2 * product, 4 * product, product)
     assert tally.count.by_format == {"fp32": 6 * product}, "what is run again is no part of it"
 
 
@@ -265,9 +261,6 @@ def test_frozen_weights_have_no_product_for_their_gradient() -> None:
 
 def test_the_frozen_share_of_the_formula() -> None:
     assert flops_per_token(100, convention="6N", frozen_parameters=40) == 6 * 60 + 4 * 40
-
-
-# -- what is run again -------------------------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):

@@ -33,6 +33,7 @@ from lightning_mp import (
     OverflowPostMortem,
     PipelineParallelStrategy,
     PrecisionAudit,
+    RankWatchdog,
     ReducedPrecisionDDPStrategy,
     StopAtBoundary,
     TF32Precision,
@@ -64,9 +65,6 @@ def other_trainer(**arguments: Any) -> pytorch_lightning.Trainer:
     return pytorch_lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet, **arguments)
 
 
-# -- pytorch_lightning -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_a_pytorch_lightning_trainer_is_told_which_import_the_plugin_needs(precision: str) -> None:
     message = rf"Found invalid type for plugin AutocastPrecision\('{precision}'\).*{ADVICE}"
@@ -85,6 +83,7 @@ def test_a_pytorch_lightning_trainer_is_told_which_import_the_plugin_needs(preci
         lambda: ChinchillaBudget(tokens=100),
         UnderflowMonitor,
         PrecisionAudit,
+        RankWatchdog,
         StopAtBoundary,
         MicroBatchOnOOM,
         GradientNoiseScale,
@@ -125,9 +124,6 @@ def test_a_pytorch_lightning_trainer_is_told_which_import_the_checkpoint_plugin_
     assert "import" not in str(AtomicCheckpointIO())
 
 
-# -- Fabric ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "context", [f"{stage}_context" for stage in ("forward", "val_step", "test_step", "predict_step")]
 )
@@ -160,8 +156,6 @@ def test_fabric_is_told_what_to_use(make_module: Callable[[], nn.Module], setup:
         getattr(fabric, setup)(make_module())
     assert "\n" not in str(error.value)
 
-
-# -- LossScaler in loops that are not ours -----------------------------------------------------------------------------
 
 OVERFLOWS = frozenset({1, 2})
 SCALE = 2.0**10
@@ -219,9 +213,6 @@ def test_loss_scaler_stands_in_for_grad_scaler_anywhere(train: Callable[[torch.a
     scaler = LossScaler("cpu", init_scale=SCALE, growth_interval=4)
     assert all(torch.equal(a, b) for a, b in zip(train(scaler), expected, strict=True))
     assert scaler.get_scale() == reference.get_scale() == SCALE / 4 * 2
-
-
-# -- both at once ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flag", ["16-mixed", "bf16-mixed", "32-true"])

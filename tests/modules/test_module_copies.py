@@ -154,13 +154,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "UnderflowMonitor": lambda: STOCK | {"callbacks": [UnderflowMonitor(every_n_steps=1, watch="activations")]},
     "PrecisionAudit": lambda: STOCK | {"callbacks": [PrecisionAudit()]},
     "windows over epochs": lambda: STOCK | {"callbacks": [AccumulationScheduler({0: 3}, carry_over=True)]},
-    "held checkpoints": lambda: (
-        STOCK
-        | {
-            "callbacks": [AccumulationScheduler({0: 3})],
-            "enable_checkpointing": True,
-        }
-    ),
+    "held checkpoints": lambda: STOCK | {"callbacks": [AccumulationScheduler({0: 3})], "enable_checkpointing": True},
     "MicroBatchOnOOM": lambda: STOCK | {"callbacks": [MicroBatchOnOOM()]},
     "ChinchillaBudget": lambda: STOCK | {"callbacks": [ChinchillaBudget(tokens=70)]},
     "MFUMonitor": lambda: STOCK | {"callbacks": [MFUMonitor(peak_flops=1e12)]},

@@ -143,11 +143,7 @@ PLUGINS = {
             "fp16 has a different exponent. Use storage='fp32', or 'bf16",
             M,
         ),
-        (
-            {"precision": "16-true", "storage": "remainder"},
-            "an fp32 number is not an fp16 number plus more bits",
-            M,
-        ),
+        ({"precision": "16-true", "storage": "remainder"}, "an fp32 number is not an fp16 number plus more bits", M),
         ({"precision": "bf16-true", "scaler": LossScaler()}, "takes no scaler, got LossScaler", M),
         (
             {"precision": "bf16-true", "fp32_checkpoints": False},
@@ -155,7 +151,7 @@ PLUGINS = {
         ),
     ],
     MasterWeightsPrecision("bf16-true").convert_module: [
-        (nn.Linear(1, 1), "is a plugin for lightning.pytorch.Trainer", M),
+        (nn.Linear(1, 1), "is a plugin for lightning.pytorch.Trainer", M)
     ],
     check_strategy: [
         (
@@ -180,15 +176,9 @@ PLUGINS = {
     Float8Precision: [
         ("row", r"Float8Precision\(recipe='row'\) is unknown; it must be one of \('tensorwise', 'rowwise', 'row"),
         ("row-wise", r"Did you mean 'rowwise'\?$"),
-        (
-            {"policy": {"gate": "fp16"}},
-            r"rules set fp16 \('gate': fp16\).*AutocastPrecision\('16-mixed'\)",
-            M,
-        ),
+        ({"policy": {"gate": "fp16"}}, r"rules set fp16 \('gate': fp16\).*AutocastPrecision\('16-mixed'\)", M),
     ],
-    choose_float8_layers: [
-        ((nn.Sequential(*(nn.Linear(32, 32) for _ in range(25))), ["x"]), r"10, 11 and 13 more\.$"),
-    ],
+    choose_float8_layers: [((nn.Sequential(*(nn.Linear(32, 32) for _ in range(25))), ["x"]), r"10, 11 and 13 more\.$")],
     PrecisionPolicy: [
         (([],), r"got no rule\. Give at least one"),
         (Each(["defualt", 3]), "A policy is a mapping of patterns to dtypes, or pairs of them, and got", TypeError),
@@ -315,10 +305,7 @@ CALLBACKS = {
         ({"count": 3}, "count=3 must be a function"),
     ],
     TokenLearningRate: [
-        (
-            Each([WarmupCosine, WarmupStableDecay]),
-            r"(\w+) is a class. Make an instance: \1\(\)",
-        ),
+        (Each([WarmupCosine, WarmupStableDecay]), r"(\w+) is a class. Make an instance: \1\(\)"),
         *[
             ({"schedule": WarmupCosine(), **arguments}, words)
             for arguments, words in [
@@ -395,9 +382,7 @@ CALLBACKS = {
         ({"filename": "{epoch}"}, r"filename='{epoch}'\): it must be a name in which only {step} is filled in"),
         ({"filename": Path("last")}, r"filename=PosixPath\('last'\)\): it must be a name"),
     ],
-    latest_checkpoint: [
-        ("s3://bucket/run", r"latest_checkpoint\('s3://bucket/run'\): only folders of a mounted"),
-    ],
+    latest_checkpoint: [("s3://bucket/run", r"latest_checkpoint\('s3://bucket/run'\): only folders of a mounted")],
 }
 
 STRATEGIES = {
@@ -413,23 +398,18 @@ STRATEGIES = {
         (
             Each([0, -1, True, 1.5, None, ([],), "", ([1],), nn.Linear(2, 2)]),
             r"FSDP2Strategy\(shard=.*the smallest number of parameters of a unit",
-        ),
+        )
     ],
     units_by_size: [
-        (
-            (fsdp2_runs.model(), 1_000_000),
-            r"shard=1000000\): no module .* The largest: model \(6864\), model.blocks",
-        ),
+        ((fsdp2_runs.model(), 1_000_000), r"shard=1000000\): no module .* The largest: model \(6864\), model.blocks")
     ],
     unit_names: [
         (
             (fsdp2_runs.model(), ("model.head",)),
             r"model.head.weight and model.token_embedding.weight are one parameter .*'mo",
-        ),
+        )
     ],
-    reduced_precision_hook: [
-        (Each([torch.float32, "float8", None, 16]), rf"reduced_precision_hook\(dtype=.*{BF16}"),
-    ],
+    reduced_precision_hook: [(Each([torch.float32, "float8", None, 16]), rf"reduced_precision_hook\(dtype=.*{BF16}")],
     ReducedPrecisionDDPStrategy: [
         (Each([torch.float32, "float8", None, 16]), "it must be torch.bfloat16"),
         *[
@@ -445,10 +425,7 @@ STRATEGIES = {
         for ranks_per_parameter, plain_replicas in [(0, 1), (4, 3), (2, 4), (4, 0)]
     ],
     JointOptimizer: [
-        (
-            AdamW([nn.Parameter(torch.ones(2))]),
-            "list of torch.optim optimizers, got one alone",
-        ),
+        (AdamW([nn.Parameter(torch.ones(2))]), "list of torch.optim optimizers, got one alone"),
         (([LBFGS(nn.Linear(1, 1).parameters())],), "LBFGS evaluates the loss itself", M),
         (([],), r"list of torch\.optim optimizers, got none"),
         (([nn.Sequential()],), r"list of torch\.optim optimizers, got Sequential"),
@@ -495,15 +472,9 @@ STRATEGIES = {
         ],
     ],
     split_between: [
-        (
-            (fsdp2_runs.model(), {"model.blocks.0.mlp.down": "row"}, 3),
-            "a dimension of 64, which 3 ranks do not divide",
-        ),
+        ((fsdp2_runs.model(), {"model.blocks.0.mlp.down": "row"}, 3), "a dimension of 64, which 3 ranks do not divide"),
         ((HuggingFace("llama"), "auto", 4), "num_key_value_heads=2, which 4 ranks do not divide; each rank"),
-        (
-            (fsdp2_runs.model(), "auto", 4),
-            r"attention has heads=2, which 4 ranks .* 'column_gather', .* 'row_split'",
-        ),
+        ((fsdp2_runs.model(), "auto", 4), r"attention has heads=2, which 4 ranks .* 'column_gather', .* 'row_split'"),
         ((HuggingFace("gpt2"), "auto", 4), "attn has num_heads=2, which 4 ranks do not divide"),
         (
             (fsdp2_runs.model(), {"model.blocks.0.mlp.up": "column_qkv"}, 2),
@@ -531,10 +502,7 @@ STRATEGIES = {
     ],
     blocks_along_the_sequence: [
         (([], {}), "blocks is 'sequence' and is empty"),
-        (
-            ([nn.Linear(2, 2)], {"blocks.0": "row_split"}),
-            "'row_split' in blocks .* would get a part of the tokens",
-        ),
+        (([nn.Linear(2, 2)], {"blocks.0": "row_split"}), "'row_split' in blocks .* would get a part of the tokens"),
     ],
 }
 

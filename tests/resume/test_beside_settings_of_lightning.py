@@ -235,9 +235,6 @@ def test_checkpoints_wait_for_the_end_of_a_window(windows: str, due: str, tmp_pa
     assert all(map(torch.equal, weights(resumed), weights(straight)))
 
 
-# -- finders -----------------------------------------------------------------------------------------------------------
-
-
 class AtMilestones:
     """As in Lightning's documentation of the callbacks."""
 

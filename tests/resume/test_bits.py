@@ -137,11 +137,7 @@ def test_the_largest_difference_and_the_number_of_elements_are_right() -> None:
 @pytest.mark.filterwarnings("ignore:ChinchillaBudget. (the run ended after|max_steps=)")
 def test_clocks_of_a_resumed_run_are_left_out(tmp_path: Path) -> None:
     def fit(steps: int, name: str, ckpt_path: Path | None = None) -> None:
-        callbacks = [
-            ExactResume(),
-            ChinchillaBudget(tokens=10**6),
-            MFUMonitor(peak_flops=1e9, flops_per_token=1e3),
-        ]
+        callbacks = [ExactResume(), ChinchillaBudget(tokens=10**6), MFUMonitor(peak_flops=1e9, flops_per_token=1e3)]
         trainer = quiet_trainer(
             callbacks=callbacks, max_epochs=-1, max_steps=steps, log_every_n_steps=1, logger=MemoryLogger()
         )

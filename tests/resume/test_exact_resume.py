@@ -522,9 +522,6 @@ def test_loaders_made_before_the_checkpoint_is_read_continue_too(tmp_path: Path)
         assert runs[1].differences(runs[0]) == []
 
 
-# -- the order and the seeds of the ranks ------------------------------------------------------------------------------
-
-
 def position_of(rank: int, seed: int) -> tuple[LoaderPosition, DistributedSampler[Any]]:
     data = TensorDataset(torch.arange(8.0))
     sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank, seed=seed)

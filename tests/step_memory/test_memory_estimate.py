@@ -11,15 +11,7 @@ import torch
 from huggingface_models import gpt2
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import MixedPrecision
-from memory_cells import (
-    KEPT,
-    OTHERS,
-    PLUGINS,
-    compare_on_one_device,
-    compare_on_ranks,
-    estimate_peak,
-    measure_peaks,
-)
+from memory_cells import KEPT, OTHERS, PLUGINS, compare_on_one_device, compare_on_ranks, estimate_peak, measure_peaks
 from memory_models import MODELS, OPTIMIZERS, Decoder, Project
 from small_models import quiet_trainer
 from torch import nn

@@ -125,9 +125,7 @@ class LanguageModel(pl.LightningModule):
     """An ordinary LightningModule around a Hugging Face model, and notes of what it saw."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+        self, model: PreTrainedModel, make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
     ) -> None:
         super().__init__()
         self.model = model

@@ -399,8 +399,7 @@ PROJECTS: dict[str, Project] = {
         lambda: {"plugins": [AutocastPrecision("bf16-mixed")]},
     ),
     "precision at plugin and strategy": Project(
-        *("two_precisions", "warning", "Fsdp(mixed_precision=...)", "Leave the strategy's setting out"),
-        trainer=_fsdp,
+        *("two_precisions", "warning", "Fsdp(mixed_precision=...)", "Leave the strategy's setting out"), trainer=_fsdp
     ),
     "bf16 weights": Project(
         *("weights_in_16_bit", "warning", "HalfPrecision('bf16-true')", "MasterWeightsPrecision('bf16-true')"),
@@ -458,9 +457,7 @@ PROJECTS: dict[str, Project] = {
         _stock_fp16,
     ),
     "a bare backward": Project(
-        *("step_past_plugin", "error", "loss.backward() itself", "self.manual_backward(loss)"),
-        RawBackward,
-        _fp16,
+        *("step_past_plugin", "error", "loss.backward() itself", "self.manual_backward(loss)"), RawBackward, _fp16
     ),
     "a bare step in fp32": Project(
         *("step_past_plugin", "warning", "training_step calls step() of the bare", "self.optimizers()"), RawStep
@@ -485,8 +482,7 @@ PROJECTS: dict[str, Project] = {
         ForgottenHead,
     ),
     "an optimizer of another model": Project(
-        *("untrained_weights", "error", "4 parameters have requires_grad=True", "requires_grad_(False)"),
-        TrainsAnother,
+        *("untrained_weights", "error", "4 parameters have requires_grad=True", "requires_grad_(False)"), TrainsAnother
     ),
     "a layer without a gradient under DDP": Project(
         *("unused_weights", "error", "unused.weight", "ddp_find_unused_parameters_true"),

@@ -158,11 +158,7 @@ def all_callbacks(folder: Path, schedule: Mapping[int, int], *, sharded: bool = 
 
 def plugin_of(leg: Leg) -> Any:
     scaler = LossScaler(
-        init_scale=SCALE,
-        min_scale=MIN_SCALE,
-        max_scale=MAX_SCALE,
-        growth_interval=GROWTH_INTERVAL,
-        on_floor="ignore",
+        init_scale=SCALE, min_scale=MIN_SCALE, max_scale=MAX_SCALE, growth_interval=GROWTH_INTERVAL, on_floor="ignore"
     )
     scaled = {"scaler": scaler} if leg.precision.startswith("16") else {}
     if "true" in leg.precision:
