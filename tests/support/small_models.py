@@ -2,7 +2,7 @@
 
 Modules: :class:`Regression` (may overflow, notes its learning rates), :class:`TokenModel` (labels that are left out),
 :class:`ShardedTokenModel` (FSDP2), :class:`StepsByHand` (manual optimization, mixed in), and :class:`Trained` (any
-parts with any loss).
+parts with any loss; :class:`Parts` with any forward).
 """
 
 import itertools
@@ -118,6 +118,19 @@ class Trained(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+class Parts(nn.Module):
+    """Any parts, and a forward that is given this module first; as :class:`Trained` has any loss."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Callable[[], Any]) -> None:
+        super().__init__()
+        self.function = function
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
 
 
 class StepsByHand(pl.LightningModule):
