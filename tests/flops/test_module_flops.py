@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_models import gpt2, llama
+from huggingface_models import SMALL_LLAMA, gpt2, llama
 from small_models import Parts
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
@@ -153,21 +153,8 @@ def test_networks_of_depthwise_convolutions_take_what_is_published(
 
 
 def mixtral(**changes: Any) -> MixtralForCausalLM:
-    width, inner, vocabulary = 16, 32, 31
-    arguments = {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 24,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-    }
-    return MixtralForCausalLM(MixtralConfig(**(arguments | changes)))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 1}
+    return MixtralForCausalLM(MixtralConfig(**SMALL_LLAMA | experts | changes))
 
 
 @pytest.mark.parametrize("count", [count_flops, as_it_runs])
@@ -398,17 +385,7 @@ def test_conventions_of_a_hugging_face_model(convention: str) -> None:
 
 @pytest.mark.parametrize("window", [4, 24, 100, None])
 def test_a_sliding_window_takes_the_place_of_a_longer_sequence(window: int | None) -> None:
-    config = MistralConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=window,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
+    config = MistralConfig(**SMALL_LLAMA, sliding_window=window, bos_token_id=1, eos_token_id=1)
     with torch.device("meta"):
         model = MistralForCausalLM(config)
     tokens = 24
