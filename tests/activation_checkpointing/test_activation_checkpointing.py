@@ -13,7 +13,7 @@ from checkpointed_models import DropBlock, LateStack, Stack, assert_same, fit, t
 from huggingface_models import LanguageModel, project
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import WIDTH, Trained, loader, quiet_trainer, regression_batches, weights
+from small_models import WIDTH, Trained, at, loader, quiet_trainer, raising, regression_batches, weights
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -195,9 +195,6 @@ def test_a_module_in_two_places_is_wrapped_once() -> None:
     assert len(module.blocks[0].runs) == 2 * len(reference.blocks[0].runs)
 
 
-# -- others that checkpoint --------------------------------------------------------------------------------------------
-
-
 def test_models_that_checkpoint_by_themselves_are_refused() -> None:
     module, batches = project("gpt2")
     # transformers 5 has given it a second name and warns of the first.
@@ -219,20 +216,12 @@ def test_wrappers_that_checkpoint_are_refused() -> None:
 # -- what is left ------------------------------------------------------------------------------------------------------
 
 
-class Raises(Callback):
-    def __init__(self, where: str) -> None:
-        def fail(*_: Any) -> None:
-            raise RuntimeError("planted")
-
-        setattr(self, where, fail)
-
-
 @pytest.mark.parametrize("where", [None, "on_train_batch_start", "on_before_backward", "on_train_batch_end"])
 @pytest.mark.parametrize("plugin", [None, "policy"])
 def test_everything_is_taken_off(where: str | None, plugin: str | None) -> None:
     module = Stack()
     own = module.blocks[0].forward = partial(DropBlock.forward, module.blocks[0])  # the user's stays
-    callbacks = [taken(DropBlock), *([Raises(where)] if where else [])]
+    callbacks = [taken(DropBlock), *([at(raising(RuntimeError("planted")), where)] if where else [])]
     plugins = [PLUGINS[plugin]()] if plugin else []
     if where:
         with pytest.raises(RuntimeError, match="planted"):

@@ -65,9 +65,6 @@ def held_and_peak(report: RecomputeReport) -> tuple[int, int]:
     return report.saved_bytes, report.saved_bytes + report.largest_recompute_bytes
 
 
-# -- Chen et al. 2016, section 4: a chain of L blocks, a bytes saved in each, b of them the input ---------------------
-
-
 @pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 16, 100])
 def test_every_kth_block(k: int) -> None:
@@ -129,8 +126,6 @@ def test_what_is_counted_is_what_torch_holds() -> None:
     assert held == [callback.report.saved_bytes_without, callback.report.saved_bytes]
 
 
-# -- FLOPs -------------------------------------------------------------------------------------------------------------
-
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
 
 
@@ -162,9 +157,6 @@ def test_the_second_run_stops_early() -> None:
     assert report.recompute_flops == 3 * 4 * PRODUCT
     plain_flops = report.step_flops - report.recompute_flops
     assert plain_flops == (3 * 3 * 2 - 1) * 4 * PRODUCT
-
-
-# -- when and how it is told -------------------------------------------------------------------------------------------
 
 
 def test_it_is_printed_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -113,8 +113,6 @@ def report_of_one_process(precision: str) -> Any:
     return callback.report
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------------------
-
 COMPILERS: dict[str, Callable[[Stack], Any]] = {
     "in place": lambda module: [block.compile(backend="aot_eager", fullgraph=True) for block in module.blocks],
     "wrapped": lambda module: setattr(

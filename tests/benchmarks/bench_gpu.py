@@ -72,9 +72,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--only", nargs="+", metavar="TEXT", help="only parts with a word that begins so in their title"
     )
     parser.add_argument(
-        "--warm-up",
-        action="store_true",
-        help="two steps of each way: fills the compiler's caches, times mean nothing",
+        "--warm-up", action="store_true", help="two steps of each way: fills the compiler's caches, times mean nothing"
     )
     parser.add_argument("--toy", action="store_true", help="a tiny model on the CPU, to test the benchmark itself")
     parsed = parser.parse_args(arguments)

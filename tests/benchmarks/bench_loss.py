@@ -54,10 +54,7 @@ def _measure(part: Part, budget: Budget, *, workload: Workload, steps: int) -> N
     # The toy's vocabulary is smaller than the number of bytes.
     training_text, held_out_text = (text % vocab if vocab < 256 else text for text in (corpus.train, corpus.validation))
     held_out = HeldOutBatches(
-        held_out_text,
-        batch_size=HELD_OUT_ROWS,
-        block_tokens=workload.config.block_tokens,
-        max_batches=HELD_OUT_BATCHES,
+        held_out_text, batch_size=HELD_OUT_ROWS, block_tokens=workload.config.block_tokens, max_batches=HELD_OUT_BATCHES
     )
     losses: dict[str, list[float]] = {name: [] for name in PLUGINS}
     errors = {} if find_spec("torchao") else {"ours, fp8 tensorwise": "torchao is not installed"}

@@ -13,9 +13,11 @@ from memory_logger import MemoryLogger
 from small_models import (
     Regression,
     TokenModel,
+    at,
     fused_adamw,
     loader,
     quiet_trainer,
+    raising,
     regression_batches,
     sgd,
     token_batches,
@@ -121,14 +123,9 @@ def test_every_logger_gets_the_same_rows(logger: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
 def test_a_run_that_breaks_off_logs_what_it_knew(interrupt: type[BaseException]) -> None:
-    class BreaksOff(Callback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 7:
-                raise interrupt
-
     logger, monitor = MemoryLogger(), OverflowMonitor()
     with pytest.raises((SystemExit, RuntimeError)):
-        fit(monitor, BreaksOff(), logger=logger, log_every_n_steps=50)
+        fit(monitor, at(raising(interrupt), "on_train_batch_start", batch_idx=7), logger=logger, log_every_n_steps=50)
     [(step, row)] = logger.ours()
     assert (step, row["skipped_steps"]) == (6, monitor.skipped_steps)
 

@@ -14,22 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from small_models import TokenModel, adamw, fit, fused_adamw, loader, quiet_trainer, token_batches, weights
 from torch.optim import lr_scheduler
 
-from lightning_mp import (
-    AccumulationScheduler,
-    ActivationCheckpointing,
-    AutocastPrecision,
-    ChinchillaBudget,
-    GradientNoiseScale,
-    LossScaler,
-    MFUMonitor,
-    MicroBatchOnOOM,
-    OverflowMonitor,
-    OverflowPostMortem,
-    PrecisionAudit,
-    RankWatchdog,
-    StopAtBoundary,
-    UnderflowMonitor,
-)
+import lightning_mp as mp
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:PrecisionAudit found"),
@@ -43,16 +28,16 @@ LENGTHS = [9, 5, 7, 8, 6, 9, 4, 8] * 4
 def monitors() -> list[Callback]:
     """Those that only look."""
     return [
-        OverflowMonitor(),
-        OverflowPostMortem(replay=True),
-        PrecisionAudit(),
+        mp.OverflowMonitor(),
+        mp.OverflowPostMortem(replay=True),
+        mp.PrecisionAudit(),
         # Its first look is at step 0, and no other one is in the run.
-        UnderflowMonitor(every_n_steps=1_000),
+        mp.UnderflowMonitor(every_n_steps=1_000),
     ]
 
 
-def plugin() -> AutocastPrecision:
-    return AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**10))
+def plugin() -> mp.AutocastPrecision:
+    return mp.AutocastPrecision("16-mixed", scaler=mp.LossScaler(init_scale=2.0**10))
 
 
 class Scheduled(TokenModel):
@@ -106,10 +91,10 @@ def test_with_every_monitor_on_a_healthy_step_costs_what_it_costs_without(
         callbacks=[
             counter,
             *monitors(),
-            RankWatchdog(),
-            StopAtBoundary(),
-            AccumulationScheduler({0: 2}),
-            ChinchillaBudget(tokens=10**6),
+            mp.RankWatchdog(),
+            mp.StopAtBoundary(),
+            mp.AccumulationScheduler({0: 2}),
+            mp.ChinchillaBudget(tokens=10**6),
         ],
         gradient_clip_val=clip,
     )
@@ -125,7 +110,7 @@ def test_with_every_monitor_on_a_healthy_step_costs_what_it_costs_without(
 def test_noise_scale_adds_one_pass_and_no_wait() -> None:
     module = Scheduled(fused_adamw)
     counter = CountGradientTraffic(module)
-    callbacks = [counter, *monitors(), GradientNoiseScale(), AccumulationScheduler({0: 2})]
+    callbacks = [counter, *monitors(), mp.GradientNoiseScale(), mp.AccumulationScheduler({0: 2})]
     fit(module, token_batches(LENGTHS), plugin=plugin(), callbacks=callbacks)
     rows = counter.rows[4:-2]
     assert {row.host_waits for row in rows} == {waits_of_the_module()}
@@ -136,13 +121,13 @@ def test_noise_scale_adds_one_pass_and_no_wait() -> None:
 def everything(tmp_path: Path) -> list[Callback]:
     return [
         *monitors(),
-        ActivationCheckpointing("head"),
-        GradientNoiseScale(),
+        mp.ActivationCheckpointing("head"),
+        mp.GradientNoiseScale(),
         EMAWeightAveraging(decay=0.5),
         LearningRateMonitor(),
-        ChinchillaBudget(tokens=200, on_waste="extend"),
-        AccumulationScheduler({0: 1, 4: 2, 9: 3}, unit="step"),
-        StopAtBoundary(),
+        mp.ChinchillaBudget(tokens=200, on_waste="extend"),
+        mp.AccumulationScheduler({0: 1, 4: 2, 9: 3}, unit="step"),
+        mp.StopAtBoundary(),
         ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1),
     ]
 
@@ -175,14 +160,14 @@ def test_all_of_the_pack_together_trains_as_the_window_controller_alone(
     trainer, module = train(callbacks, "all")
     few = [
         EMAWeightAveraging(decay=0.5),
-        ChinchillaBudget(tokens=200, on_waste="extend"),
-        AccumulationScheduler({0: 1, 4: 2, 9: 3}, unit="step"),
+        mp.ChinchillaBudget(tokens=200, on_waste="extend"),
+        mp.AccumulationScheduler({0: 1, 4: 2, 9: 3}, unit="step"),
     ]
     reference_trainer, reference = train(few, "few")
     assert trainer.global_step == reference_trainer.global_step
     assert all(torch.equal(a, b) for a, b in zip(weights(module), weights(reference), strict=True))
-    monitor = next(callback for callback in callbacks if isinstance(callback, OverflowMonitor))
-    budget = next(callback for callback in callbacks if isinstance(callback, ChinchillaBudget))
+    monitor = next(callback for callback in callbacks if isinstance(callback, mp.OverflowMonitor))
+    budget = next(callback for callback in callbacks if isinstance(callback, mp.ChinchillaBudget))
     real_steps = {int(state["step"]) for state in trainer.optimizers[0].state.values()}
     assert real_steps == {monitor.attempted_steps - monitor.skipped_steps}
     assert budget.tokens_spent == 200
@@ -199,11 +184,11 @@ def test_callbacks_that_watch_the_same_operations_do_not_disturb_each_other(orde
     def train(*callbacks: Callback) -> None:
         fit(Scheduled(adamw), token_batches(LENGTHS), plugin=plugin(), callbacks=list(callbacks)[::order], max_epochs=1)
 
-    audit, monitor, noise = PrecisionAudit(), MFUMonitor(), GradientNoiseScale()
-    train(audit, noise, monitor, ActivationCheckpointing("head"), AccumulationScheduler({0: 2}))
-    alone, monitor_alone = PrecisionAudit(), MFUMonitor()
-    train(alone, ActivationCheckpointing("head"), AccumulationScheduler({0: 2}))
-    train(monitor_alone, ActivationCheckpointing("head"), AccumulationScheduler({0: 2}))
+    audit, monitor, noise = mp.PrecisionAudit(), mp.MFUMonitor(), mp.GradientNoiseScale()
+    train(audit, noise, monitor, mp.ActivationCheckpointing("head"), mp.AccumulationScheduler({0: 2}))
+    alone, monitor_alone = mp.PrecisionAudit(), mp.MFUMonitor()
+    train(alone, mp.ActivationCheckpointing("head"), mp.AccumulationScheduler({0: 2}))
+    train(monitor_alone, mp.ActivationCheckpointing("head"), mp.AccumulationScheduler({0: 2}))
     assert audit.records is not None
     assert alone.records is not None
     # What callbacks compute before the step counts as "around the model"; inside of modules it has to be the same.
@@ -232,9 +217,9 @@ def test_a_run_of_everything_can_be_resumed(tmp_path: Path) -> None:
         )
 
     # Within rounding: it multiplies the weight of a micro-batch into gradients that are ready.
-    trainer(MicroBatchOnOOM()).fit(Scheduled(fused_adamw, overflows=(3,)), loader(data))
+    trainer(mp.MicroBatchOnOOM()).fit(Scheduled(fused_adamw, overflows=(3,)), loader(data))
     [file] = (tmp_path / "kept").glob("*step=10.ckpt")
-    resumed = trainer(MicroBatchOnOOM())
+    resumed = trainer(mp.MicroBatchOnOOM())
     resumed.fit(Scheduled(fused_adamw), loader(data), ckpt_path=file)
-    budget = next(c for c in resumed.callbacks if isinstance(c, ChinchillaBudget))  # type: ignore[attr-defined]
+    budget = next(c for c in resumed.callbacks if isinstance(c, mp.ChinchillaBudget))  # type: ignore[attr-defined]
     assert budget.tokens_spent == 200

@@ -14,77 +14,55 @@ from small_models import TokenModel, fused_adamw, loader, quiet_trainer, token_b
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp import (
-    AccumulationScheduler,
-    ActivationCheckpointing,
-    AtomicCheckpoints,
-    AutocastPrecision,
-    BudgetForecast,
-    ChinchillaBudget,
-    ExactResume,
-    FSDP2Strategy,
-    GradientNoiseScale,
-    MasterWeightsPrecision,
-    MFUMonitor,
-    MicroBatchOnOOM,
-    OverflowMonitor,
-    OverflowPostMortem,
-    PrecisionAudit,
-    Preflight,
-    RankWatchdog,
-    ReducedPrecisionDDPStrategy,
-    StopAtBoundary,
-    TokenLearningRate,
-    UnderflowMonitor,
-    WarmupCosine,
-    callbacks,
-)
+import lightning_mp as mp
 from lightning_mp.core.run_state import RunState
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "AccumulationScheduler": lambda: {"callbacks": [AccumulationScheduler({0: 2}, carry_over=True)]},
-    "ActivationCheckpointing": lambda: {"callbacks": [ActivationCheckpointing(["head"])]},
-    "AtomicCheckpoints": lambda: {"callbacks": [AtomicCheckpoints()]},
-    "BudgetForecast": lambda: {"callbacks": [ChinchillaBudget(tokens=1000), BudgetForecast("loss")]},
-    "ChinchillaBudget": lambda: {"callbacks": [ChinchillaBudget(tokens=1000)]},
-    "ExactResume": lambda: {"callbacks": [ExactResume()]},
-    "GradientNoiseScale": lambda: {"callbacks": [GradientNoiseScale(), AccumulationScheduler({0: 2})]},
-    "MFUMonitor": lambda: {"callbacks": [MFUMonitor(peak_flops=1e12)]},
-    "MicroBatchOnOOM": lambda: {"callbacks": [MicroBatchOnOOM()]},
-    "OverflowMonitor": lambda: {"callbacks": [OverflowMonitor()]},
+    "AccumulationScheduler": lambda: {"callbacks": [mp.AccumulationScheduler({0: 2}, carry_over=True)]},
+    "ActivationCheckpointing": lambda: {"callbacks": [mp.ActivationCheckpointing(["head"])]},
+    "AtomicCheckpoints": lambda: {"callbacks": [mp.AtomicCheckpoints()]},
+    "BudgetForecast": lambda: {"callbacks": [mp.ChinchillaBudget(tokens=1000), mp.BudgetForecast("loss")]},
+    "ChinchillaBudget": lambda: {"callbacks": [mp.ChinchillaBudget(tokens=1000)]},
+    "ExactResume": lambda: {"callbacks": [mp.ExactResume()]},
+    "GradientNoiseScale": lambda: {"callbacks": [mp.GradientNoiseScale(), mp.AccumulationScheduler({0: 2})]},
+    "MFUMonitor": lambda: {"callbacks": [mp.MFUMonitor(peak_flops=1e12)]},
+    "MicroBatchOnOOM": lambda: {"callbacks": [mp.MicroBatchOnOOM()]},
+    "OverflowMonitor": lambda: {"callbacks": [mp.OverflowMonitor()]},
     "OverflowPostMortem": lambda: {
-        "callbacks": [OverflowPostMortem(replay=True)],
-        "plugins": [AutocastPrecision("16-mixed")],
+        "callbacks": [mp.OverflowPostMortem(replay=True)],
+        "plugins": [mp.AutocastPrecision("16-mixed")],
     },
-    "PrecisionAudit": lambda: {"callbacks": [PrecisionAudit()]},
-    "Preflight": lambda: {"callbacks": [Preflight("never")]},
-    "RankWatchdog": lambda: {"callbacks": [RankWatchdog()]},
-    "StopAtBoundary": lambda: {"callbacks": [StopAtBoundary()]},
-    "TokenLearningRate": lambda: {"callbacks": [TokenLearningRate(WarmupCosine(), tokens=1000)]},
-    "UnderflowMonitor": lambda: {"callbacks": [UnderflowMonitor(every_n_steps=1, watch=("gradients", "activations"))]},
-    "AutocastPrecision in bf16": lambda: {"plugins": [AutocastPrecision("bf16-mixed", policy={"head": "fp32"})]},
-    "AutocastPrecision in fp16": lambda: {"plugins": [AutocastPrecision("16-mixed")]},
-    "MasterWeightsPrecision": lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]},
+    "PrecisionAudit": lambda: {"callbacks": [mp.PrecisionAudit()]},
+    "Preflight": lambda: {"callbacks": [mp.Preflight("never")]},
+    "RankWatchdog": lambda: {"callbacks": [mp.RankWatchdog()]},
+    "StopAtBoundary": lambda: {"callbacks": [mp.StopAtBoundary()]},
+    "TokenLearningRate": lambda: {"callbacks": [mp.TokenLearningRate(mp.WarmupCosine(), tokens=1000)]},
+    "UnderflowMonitor": lambda: {
+        "callbacks": [mp.UnderflowMonitor(every_n_steps=1, watch=("gradients", "activations"))]
+    },
+    "AutocastPrecision in bf16": lambda: {"plugins": [mp.AutocastPrecision("bf16-mixed", policy={"head": "fp32"})]},
+    "AutocastPrecision in fp16": lambda: {"plugins": [mp.AutocastPrecision("16-mixed")]},
+    "MasterWeightsPrecision": lambda: {"plugins": [mp.MasterWeightsPrecision("bf16-true")]},
     "all monitors": lambda: {
-        "plugins": [AutocastPrecision("16-mixed")],
+        "plugins": [mp.AutocastPrecision("16-mixed")],
         "callbacks": [
-            MFUMonitor(peak_flops=1e12),
-            AccumulationScheduler({0: 2}),
-            OverflowMonitor(),
-            OverflowPostMortem(),
-            PrecisionAudit(),
-            UnderflowMonitor(every_n_steps=1),
-            GradientNoiseScale(),
-            AtomicCheckpoints(),
-            ExactResume(),
+            mp.MFUMonitor(peak_flops=1e12),
+            mp.AccumulationScheduler({0: 2}),
+            mp.OverflowMonitor(),
+            mp.OverflowPostMortem(),
+            mp.PrecisionAudit(),
+            mp.UnderflowMonitor(every_n_steps=1),
+            mp.GradientNoiseScale(),
+            mp.AtomicCheckpoints(),
+            mp.ExactResume(),
         ],
     },
 }
 
 STRATEGIES: dict[str, Callable[[], Strategy | str]] = {
     "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
-    "reduced ddp": lambda: ReducedPrecisionDDPStrategy("bf16", process_group_backend="gloo"),
-    "fsdp2": lambda: FSDP2Strategy(process_group_backend="gloo"),
+    "reduced ddp": lambda: mp.ReducedPrecisionDDPStrategy("bf16", process_group_backend="gloo"),
+    "fsdp2": lambda: mp.FSDP2Strategy(process_group_backend="gloo"),
 }
 
 KEPT_FOR_THE_NEXT_FIT = {"AccumulationController", "ResumableProgress"}
@@ -121,7 +99,7 @@ class Ending(TokenModel):
         self._perhaps("configure_optimizers")
         optimizer = fused_adamw(self.parameters())
         self.made = [optimizer]
-        if any(isinstance(callback, TokenLearningRate) for callback in self.trainer.callbacks):
+        if any(isinstance(callback, mp.TokenLearningRate) for callback in self.trainer.callbacks):
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         self.made.append(scheduler)
@@ -247,4 +225,4 @@ def test_nothing_is_left_on_two_ranks(strategy):
 
 
 def test_every_callback_is_among_the_cases():
-    assert set(callbacks.__all__) <= PARTS.keys()
+    assert set(mp.callbacks.__all__) <= PARTS.keys()

@@ -11,23 +11,21 @@ import small_models
 import torch
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from small_models import Regression, ResumableLoader, adamw, quiet_trainer, regression_batches, weights
+from small_models import Regression, ResumableLoader, adamw, at, quiet_trainer, regression_batches, weights
 
 from lightning_mp import AccumulationScheduler, StopAtBoundary
 
 BATCHES = regression_batches(16)
 
 
-class Send(Callback):
+def send(batch: int, name: str = "SIGTERM", times: int = 1) -> Callback:
     """A signal to this process in the middle of a micro-batch."""
 
-    def __init__(self, at: int, name: str = "SIGTERM", times: int = 1) -> None:
-        self.at, self.name, self.times = at, name, times
+    def action(*_: Any) -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.Signals[name])
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        if pl_module.seen_batches == self.at:
-            for _ in range(self.times):
-                os.kill(os.getpid(), signal.Signals[self.name])
+    return at(action, "on_before_backward", call=batch)
 
 
 def fit(module: pl.LightningModule, *callbacks: Callback, **arguments: Any) -> pl.Trainer:
@@ -44,7 +42,7 @@ def test_a_signal_ends_the_run_with_its_window_and_a_resume_ends_as_if_it_had_no
     fit(straight)
     handler = signal.getsignal(signal.Signals[name])
     module, stop = Regression(adamw), StopAtBoundary(signals=[name])
-    trainer = fit(module, stop, Send(at, name), default_root_dir=tmp_path)
+    trainer = fit(module, stop, send(at, name), default_root_dir=tmp_path)
     steps = -(-at // 4)
     assert (trainer.global_step, module.seen_batches) == (steps, 4 * steps)
     assert (stop.stopped_by, stop.path) == (name, tmp_path / f"stopped-step-{steps}.ckpt")
@@ -74,7 +72,7 @@ WHEN_VALIDATED = [(4, [4]), (6, [6]), ("00:01:00:00", [])]
 def stopped_validations(val_check_interval: Any, folder: Path, *, sends: bool = True, **arguments: Any) -> list[int]:
     module = Validated()
     trainer = quiet_trainer(
-        callbacks=[AccumulationScheduler({0: 2}), StopAtBoundary(dirpath=folder), *([Send(5)] if sends else [])],
+        callbacks=[AccumulationScheduler({0: 2}), StopAtBoundary(dirpath=folder), *([send(5)] if sends else [])],
         val_check_interval=val_check_interval,
         num_sanity_val_steps=0,
         **arguments,
@@ -101,7 +99,7 @@ def test_a_second_signal_is_not_held_back() -> None:
     before = signal.signal(signal.SIGUSR1, raises)
     try:
         with pytest.raises(Second):
-            fit(Regression(), StopAtBoundary(signals="SIGUSR1"), Send(2, "SIGUSR1", times=2))
+            fit(Regression(), StopAtBoundary(signals="SIGUSR1"), send(2, "SIGUSR1", times=2))
         assert signal.getsignal(signal.SIGUSR1) is raises
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -146,7 +144,7 @@ def test_all_ranks_stop_when_one_is_told(tmp_path: Path) -> None:
 
     def train(rank: int) -> tuple[int, str | None]:
         stop = StopAtBoundary()
-        told = [Send(2)] if rank == 1 else []
+        told = [send(2)] if rank == 1 else []
         trainer = fit(Regression(adamw), stop, *told, strategy="ddp", devices=2, default_root_dir=tmp_path)
         return trainer.global_step, stop.stopped_by
 
@@ -163,23 +161,21 @@ def test_all_ranks_leave_out_the_same_validation(tmp_path: Path) -> None:
     assert run_ranks(train, 2) == [[6], [6]]
 
 
-class SendAfterTheLastStep(Callback):
+def send_after_the_last_step() -> Callback:
     """In the validation after it, for instance."""
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+    return at(lambda *_: os.kill(os.getpid(), signal.SIGTERM), "on_train_epoch_end")
 
 
 def test_a_signal_after_the_last_step_is_told_so_that_the_script_does_not_go_on(tmp_path: Path) -> None:
     stop = StopAtBoundary(dirpath=tmp_path)
-    trainer = fit(Regression(), stop, SendAfterTheLastStep())
+    trainer = fit(Regression(), stop, send_after_the_last_step())
     assert (trainer.global_step, stop.stopped_by, stop.path) == (4, "SIGTERM", None)
     fit(Regression(), stop)
     assert stop.stopped_by is None, "of another fit"
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("late", [Send(15), SendAfterTheLastStep()], ids=["last window", "after it"])
+@pytest.mark.parametrize("late", [send(15), send_after_the_last_step()], ids=["last window", "after it"])
 def test_all_ranks_are_told_of_a_signal_that_came_too_late(late: Callback) -> None:
     """Promise 3: whoever asks `stopped_by` after the fit decides alike on all ranks."""
 
@@ -210,7 +206,7 @@ def test_it_saves_what_callbacks_after_it_in_the_list_have_counted(tmp_path: Pat
 
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=1)
     stop = StopAtBoundary()
-    fit(Regression(), stop, Send(2), Counting(), checkpoint, enable_checkpointing=True)
+    fit(Regression(), stop, send(2), Counting(), checkpoint, enable_checkpointing=True)
     assert stop.path is not None
     saved = torch.load(stop.path, weights_only=True)
     assert next(state for key, state in saved["callbacks"].items() if "Counting" in key) == {"batches": 4}

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, loader, quiet_trainer, regression_batches, weights
+from small_models import Regression, at, loader, quiet_trainer, raising, regression_batches, weights
 
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
 from lightning_mp.checkpoints.atomic import (
@@ -294,14 +294,10 @@ def test_a_folder_of_shards_is_refused_where_a_single_file_is_needed(plugin: boo
 def test_an_exception_gives_the_strategy_its_methods_back_after_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Fails(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 2:
-                raise RuntimeError("planted")
-
     checkpoint = ModelCheckpoint(tmp_path, save_on_exception=True)
     renamed: list[str] = []
-    trainer = quiet_trainer(callbacks=[AtomicCheckpoints(), checkpoint, Fails()], enable_checkpointing=True)
+    fails = at(raising(RuntimeError("planted")), step=2)
+    trainer = quiet_trainer(callbacks=[AtomicCheckpoints(), checkpoint, fails], enable_checkpointing=True)
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (renamed.append(os.fspath(b)), replace(a, b)))
     with pytest.raises(RuntimeError, match="planted"):

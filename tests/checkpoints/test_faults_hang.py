@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning
 from gloo import RankError, run_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, fit, loader, quiet_trainer, regression_batches
+from small_models import Regression, at, fit, loader, quiet_trainer, regression_batches
 
 from lightning_mp.callbacks.rank_watchdog import RankWatchdog
 from lightning_mp.distributed.heartbeat import EXIT_CODE, RankReport, describe, find_hung
@@ -46,14 +44,8 @@ def hold_lock_later() -> None:
     hold_lock()
 
 
-class Hangs(Callback):
-    def __init__(self, rank: int, hang: Callable[[], None], hook: str = "on_before_backward") -> None:
-        self.rank, self.hang = rank, hang
-        setattr(self, hook, self.maybe)
-
-    def maybe(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == self.rank and trainer.global_step == 2:
-            self.hang()
+def hangs(rank: int, hang: Callable[[], None], hook: str = "on_before_backward") -> Callback:
+    return at(lambda *_: hang(), hook, step=2, rank=rank)
 
 
 def train(
@@ -90,7 +82,7 @@ def test_a_hung_rank_is_named_and_all_end(
     """D44. Each process ends by itself or by another's kill: the harness would report one that it had to end."""
     log = tmp_path / "stderr.txt"
     with pytest.raises(RankError) as error:
-        run_ranks(lambda r: train(r, Hangs(rank, hang, hook), log=log), 2, timeout_seconds=20)
+        run_ranks(lambda r: train(r, hangs(rank, hang, hook), log=log), 2, timeout_seconds=20)
     text = log.read_text()
     assert f"no progress for 1 seconds; rank {rank} of 2 (process " in text
     assert what in text
@@ -122,13 +114,13 @@ PLAN = {"net.0": "column", "net.2": "row"}
 def test_a_hung_rank_of_a_sharded_model_is_named(ranks: int, rank: int, arguments: Any, tmp_path: Path) -> None:
     """D44. The others wait in different collectives, of shards, of copies or of split layers, and only it is named."""
 
-    def hangs(each: int) -> None:
+    def watched(each: int) -> None:
         strategy = FSDP2Strategy("net.0", process_group_backend="gloo", **arguments)
-        train(each, Hangs(rank, sleep), num_ranks=ranks, log=log, strategy=strategy, timeout_seconds=ranks)
+        train(each, hangs(rank, sleep), num_ranks=ranks, log=log, strategy=strategy, timeout_seconds=ranks)
 
     log = tmp_path / "stderr.txt"
     with pytest.raises(RankError) as error:
-        run_ranks(hangs, ranks, timeout_seconds=30)
+        run_ranks(watched, ranks, timeout_seconds=30)
     assert f"no progress for {ranks} seconds; rank {rank} of {ranks} (process " in log.read_text()
     assert log.read_text().count("hangs, last seen at on_train_batch_start of micro-batch 2") >= 1
     assert f"Rank {rank} exited with code {EXIT_CODE}" in str(error.value)
@@ -137,20 +129,13 @@ def test_a_hung_rank_of_a_sharded_model_is_named(ranks: int, rank: int, argument
 
 
 @pytest.mark.full
-def test_a_rank_that_holds_the_lock_at_its_end_ends_too(tmp_path: Path) -> None:
-    """A main thread that takes Python's lock for good after the message; a timer that needs no lock ends it."""
+@pytest.mark.parametrize(("hang", "exit_code"), [(sleep, EXIT_CODE), (hold_lock_later, 1)])
+def test_a_single_process_ends_too(hang: Callable[[], None], exit_code: int, tmp_path: Path) -> None:
+    """Also one whose main thread takes Python's lock for good after the message: a timer that needs no lock ends it."""
     log = tmp_path / "stderr.txt"
-    with pytest.raises(RankError) as error:
-        run_ranks(lambda r: train(r, Hangs(0, hold_lock_later), num_ranks=1, log=log), 1, timeout_seconds=20)
+    with pytest.raises(RankError, match=f"Rank 0 exited with code {exit_code}") as error:
+        run_ranks(lambda r: train(r, hangs(0, hang), num_ranks=1, log=log), 1, timeout_seconds=20)
     assert "did not finish" not in str(error.value)
-    assert "Rank 0 exited with code 1" in str(error.value)
-
-
-@pytest.mark.full
-def test_a_single_process_ends_too(tmp_path: Path) -> None:
-    log = tmp_path / "stderr.txt"
-    with pytest.raises(RankError, match=f"Rank 0 exited with code {EXIT_CODE}"):
-        run_ranks(lambda r: train(r, Hangs(0, sleep), num_ranks=1, log=log), 1, timeout_seconds=20)
     assert "rank 0 of 1" in log.read_text()
 
 
@@ -178,7 +163,7 @@ def test_the_watch_keeps_nobody_who_leaves_after_a_kill() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(RankError) as error:
-        run_ranks(lambda rank: train(rank, Hangs(0, kill), timeout_seconds=600), 2, timeout_seconds=20)
+        run_ranks(lambda rank: train(rank, hangs(0, kill), timeout_seconds=600), 2, timeout_seconds=20)
     assert "Rank 0 was ended by SIGKILL" in str(error.value)
     assert "Rank 1 raised" in str(error.value)
     assert "still running" not in str(error.value)
@@ -191,7 +176,7 @@ def test_a_rank_that_caught_its_exception_and_stays_is_named(tmp_path: Path) -> 
 
     def caught(rank: int) -> None:
         try:
-            train(rank, Hangs(1, fails), log=log)
+            train(rank, hangs(1, fails), log=log)
         except RuntimeError as error:
             if "planted" not in str(error):
                 raise
@@ -259,9 +244,3 @@ def test_the_places_of_each_phase(tmp_path: Path) -> None:
         expected += validation(f"the validation after {here}")
         expected += [f"on_train_epoch_end after {here}", f"on_save_checkpoint after {here}"]
     assert places == [*expected, f"on_train_end after {here}"]
-
-
-def test_a_pytorch_lightning_trainer_is_refused() -> None:
-    trainer = pytorch_lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    with pytest.raises(MisconfigurationException, match=r"use `import lightning\.pytorch as pl`"):
-        RankWatchdog().setup(trainer, Regression(), "fit")  # type: ignore[arg-type]

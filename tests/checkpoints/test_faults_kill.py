@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gloo import RankError
 from killed_runs import Result, Run, all_to_the_end, kill_after, kill_at_file_event, uninterrupted
-from lightning.pytorch.callbacks import Callback
+from small_models import at
 
 from lightning_mp import StopAtBoundary
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
@@ -106,19 +106,16 @@ def test_a_kill_while_a_checkpoint_is_written(
     go_on(killed, uninterrupted(kind))
 
 
-class KillsItself(Callback):
-    """In the backward of the second micro-batch of a window."""
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 2 and trainer.fit_loop.epoch_loop.batch_idx % 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+def kill_itself(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["ddp", "model parallel", "fsdp2", "fsdp2, background", "fsdp2, 2-D", "pipeline"])
 def test_a_kill_in_the_middle_of_a_window(kind: str, uninterrupted: Callable[[str], Result], tmp_path: Path) -> None:
     """Promise 6. The window is done again as a whole; its first micro-batches are not counted twice."""
-    run = Run(kind, tmp_path / "checkpoints", callbacks=lambda: [AtomicCheckpoints(), KillsItself()])
+    kills = at(kill_itself, "on_before_backward", rank=1, call=6)  # the second micro-batch of the third window
+    run = Run(kind, tmp_path / "checkpoints", callbacks=lambda: [AtomicCheckpoints(), kills])
     assert run.killed(1, lambda: None)
     go_on([Run(kind, run.folder)], uninterrupted(kind))
 
@@ -146,18 +143,6 @@ def test_kills_at_random_moments(kind: str, kills: int, uninterrupted: Callable[
     go_on(runs, uninterrupted(kind))
 
 
-class KillsItselfBefore(Callback):
-    """In place of so many micro-batches of a run or its restart."""
-
-    def __init__(self, micro_batch: int) -> None:
-        self.left = micro_batch
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.left -= 1
-        if not self.left and trainer.is_global_zero:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     ("kind", "tokens"),
     [("single", 100), *[pytest.param(kind, 200, marks=pytest.mark.full) for kind in ("ddp", "fsdp2")]],
@@ -168,7 +153,8 @@ def test_a_second_kill_in_the_epoch_after_a_restart_at_an_epochs_end(kind: str, 
         (tmp_path / name).mkdir()
     run = Run(kind, tmp_path / "killed" / "checkpoints", tokens=tokens)
     for before in (8, 4):
-        killed = replace(run, callbacks=lambda n=before: [AtomicCheckpoints(), KillsItselfBefore(n)])
+        kills = at(kill_itself, "on_train_batch_start", rank=0, call=before)
+        killed = replace(run, callbacks=lambda kills=kills: [AtomicCheckpoints(), kills])
         assert killed.killed(0, lambda: None)
     go_on([run], replace(run, folder=tmp_path / "straight" / "checkpoints").to_the_end())
 
@@ -201,16 +187,8 @@ def test_a_kill_when_all_steps_so_far_were_skipped(kind: str, tmp_path: Path) ->
     go_on([run], straight.to_the_end())
 
 
-class IsAskedToEnd(Callback):
-    """One rank gets SIGTERM in the first micro-batch of a window, or all of them, as torchrun sends it on."""
-
-    def __init__(self, everyone: bool) -> None:
-        self.everyone = everyone
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        asked = self.everyone or trainer.is_global_zero
-        if asked and trainer.global_step == 2 and trainer.fit_loop.epoch_loop.batch_idx % 2 == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
+def ask_to_end(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.full
@@ -218,11 +196,16 @@ class IsAskedToEnd(Callback):
 def test_sigterm_saves_and_nothing_is_done_twice(
     kind: str, uninterrupted: Callable[[str], Result], tmp_path: Path
 ) -> None:
-    """Promise 6. All ranks leave together at the end of the window after it, with a checkpoint."""
-    runs = [Run(kind, tmp_path / str(everyone)) for everyone in (False, True)]
+    """Promise 6. All ranks leave together at the end of the window after it, with a checkpoint.
+
+    One rank gets the signal in the first micro-batch of the third window, or all of them, as torchrun sends it on.
+    """
+    runs = [Run(kind, tmp_path / name) for name in ("one", "all")]
     asked = [
-        replace(run, callbacks=lambda everyone=everyone: [IsAskedToEnd(everyone), StopAtBoundary()])
-        for everyone, run in enumerate(runs)
+        replace(
+            run, callbacks=lambda rank=rank: [at(ask_to_end, "on_before_backward", rank=rank, call=5), StopAtBoundary()]
+        )
+        for rank, run in zip((0, None), runs, strict=True)
     ]
     for run, stopped in zip(runs, all_to_the_end(asked), strict=True):
         assert (run.folder / f"stopped-step-{stopped.steps}.ckpt").exists()

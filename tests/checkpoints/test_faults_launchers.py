@@ -34,10 +34,7 @@ pytestmark = [
 #: Nothing waits for these times unless something is wrong; to import torch can take a minute beside other work.
 END_SECONDS, ORPHAN_SECONDS = 400, 60
 
-LAUNCHERS = {
-    "lightning": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
-}
+LAUNCHERS = {"lightning": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"]}
 
 
 class Case(NamedTuple):
@@ -87,13 +84,7 @@ def start(case: Case, kinds_and_folders: Sequence[tuple[str, Path]]) -> subproce
         command = [*LAUNCHERS[case.launcher], *nproc, str(SCRIPT), case.fault, str(case.rank)]
         command += [str(word) for pair in kinds_and_folders for word in pair]
         code = subprocess.run(
-            command,
-            stdout=output,
-            stderr=output,
-            timeout=END_SECONDS,
-            cwd=folder,
-            env=plain_environment(),
-            check=False,
+            command, stdout=output, stderr=output, timeout=END_SECONDS, cwd=folder, env=plain_environment(), check=False
         ).returncode
     pids = [int(pid) for pid in (folder / "pids.txt").read_text().split()]
     assert len(pids) == ranks, log.read_text()

@@ -11,19 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from small_models import TokenModel, loader, quiet_trainer, token_batches
 
-from lightning_mp import (
-    AutocastPrecision,
-    BudgetForecast,
-    ChinchillaBudget,
-    LossScaler,
-    MasterWeightsPrecision,
-    MFUMonitor,
-    MicroBatchOnOOM,
-    OverflowMonitor,
-    TokenLearningRate,
-    UnderflowMonitor,
-    WarmupStableDecay,
-)
+import lightning_mp as mp
 from lightning_mp.lr_schedule.progress import ScheduleRun
 
 
@@ -36,13 +24,13 @@ class WithLoss(TokenModel):
 
 def made() -> list[Callback]:
     return [
-        OverflowMonitor(),
-        ChinchillaBudget(tokens=1_000, save=False),
-        TokenLearningRate(WarmupStableDecay(warmup=0.1)),
-        MFUMonitor(1.0, peak_flops=1.0),
-        UnderflowMonitor("fp16", every_n_steps=2),
-        BudgetForecast("loss", every_n_steps=100),
-        MicroBatchOnOOM(),
+        mp.OverflowMonitor(),
+        mp.ChinchillaBudget(tokens=1_000, save=False),
+        mp.TokenLearningRate(mp.WarmupStableDecay(warmup=0.1)),
+        mp.MFUMonitor(1.0, peak_flops=1.0),
+        mp.UnderflowMonitor("fp16", every_n_steps=2),
+        mp.BudgetForecast("loss", every_n_steps=100),
+        mp.MicroBatchOnOOM(),
     ]
 
 
@@ -76,7 +64,7 @@ def changed(state: dict[str, Any], way: list[Any], change: Callable[[Any, Any], 
 def test_every_entry_is_checked_before_anything_is_changed(number: int, states: dict[str, dict[str, Any]]) -> None:
     callback = made()[number]
     state = states[type(callback).__name__]
-    if isinstance(callback, ChinchillaBudget):  # its totals are the accumulation controller's
+    if isinstance(callback, mp.ChinchillaBudget):  # its totals are the accumulation controller's
         return
     callback.load_state_dict(copy.deepcopy(state))
     assert callback.state_dict() == state
@@ -103,14 +91,11 @@ def test_every_entry_is_checked_before_anything_is_changed(number: int, states: 
     ],
 )
 def test_a_schedule_says_what_is_wrong(entry: str, value: object, message: str) -> None:
-    run = ScheduleRun(WarmupStableDecay())
+    run = ScheduleRun(mp.WarmupStableDecay())
     run.begin(100)
     with pytest.raises(ValueError, match="cannot be loaded") as error:
         run.load_state_dict(run.state_dict() | {entry: value})
     assert message in str(error.value)
-
-
-# -- what a precision plugin writes beside the weights -----------------------------------------------------------------
 
 
 def saved_by(plugin: Any, folder: Path) -> dict[str, Any]:
@@ -135,13 +120,7 @@ def refused(plugin: Any, checkpoint: dict[str, Any], folder: Path) -> str:
     return str(error.value)
 
 
-TORCH_STATE = {
-    "scale": 8.0,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
-    "_growth_tracker": 0,
-}
+TORCH_STATE = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 0}
 LOSSES = "lightning_mp_loss_weights"
 
 
@@ -162,11 +141,7 @@ LOSSES = "lightning_mp_loss_weights"
             {"mean": "one"},
             "'forms' is {'mean': 'one'}; it must be a mapping from names to",
         ),
-        (
-            ["AutocastPrecision"],
-            [65536.0],
-            "loss scaler cannot be loaded: it is of type list; it must be a mapping",
-        ),
+        (["AutocastPrecision"], [65536.0], "loss scaler cannot be loaded: it is of type list; it must be a mapping"),
         (["AutocastPrecision"], "65536", "the loss scaler cannot be loaded: it is of type str; it must be a mapping"),
         (["AutocastPrecision"], {"scale": 1.0}, "loss scaler lacks growth_factor"),
         (["AutocastPrecision", "scale"], "large", "loss scaler has scale='large'"),
@@ -175,12 +150,12 @@ LOSSES = "lightning_mp_loss_weights"
 def test_what_a_plugin_saved_is_checked_before_anything_of_it_is_loaded(
     way: list[str], value: object, message: str, tmp_path: Path
 ) -> None:
-    checkpoint = saved_by(AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=8.0)), tmp_path)
+    checkpoint = saved_by(mp.AutocastPrecision("16-mixed", scaler=mp.LossScaler(init_scale=8.0)), tmp_path)
     spoilt = changed(checkpoint, list(way), lambda inside, key: inside.__setitem__(key, value))
-    assert message in refused(AutocastPrecision("16-mixed"), spoilt, tmp_path)
+    assert message in refused(mp.AutocastPrecision("16-mixed"), spoilt, tmp_path)
     if way[0] == "AutocastPrecision":  # where Lightning's plugins write it
         spoilt["MixedPrecision"] = spoilt.pop(way[0])
-        assert message in refused(AutocastPrecision("16-mixed"), spoilt, tmp_path)
+        assert message in refused(mp.AutocastPrecision("16-mixed"), spoilt, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +168,8 @@ def test_what_a_plugin_saved_is_checked_before_anything_of_it_is_loaded(
     ],
 )
 def test_the_state_of_a_scaler_of_torch_is_checked(state: object, message: str, tmp_path: Path) -> None:
-    def plugin() -> AutocastPrecision:
-        return AutocastPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu"))
+    def plugin() -> mp.AutocastPrecision:
+        return mp.AutocastPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu"))
 
     checkpoint = saved_by(plugin(), tmp_path)
     assert f"the loss scaler cannot be loaded: {message}" in refused(
@@ -213,17 +188,19 @@ def test_the_state_of_a_scaler_of_torch_is_checked(state: object, message: str, 
     ids=["shape", "broadcast", "dtype", "list"],
 )
 def test_a_former_master_is_checked_before_any_is_loaded(master: object, got: str, tmp_path: Path) -> None:
-    checkpoint = saved_by(MasterWeightsPrecision("bf16-true"), tmp_path)
+    checkpoint = saved_by(mp.MasterWeightsPrecision("bf16-true"), tmp_path)
     of_parameters = checkpoint["optimizer_states"][0].setdefault("state", {})
     for number, parameter in enumerate(TokenModel().parameters()):
         of_parameters.setdefault(number, {})["master_param"] = torch.zeros_like(parameter)
     of_parameters[number]["master_param"] = master
-    message = refused(MasterWeightsPrecision("bf16-true"), checkpoint | {"lightning_mp_masters": "bf16-true"}, tmp_path)
+    message = refused(
+        mp.MasterWeightsPrecision("bf16-true"), checkpoint | {"lightning_mp_masters": "bf16-true"}, tmp_path
+    )
     assert f"an optimizer cannot be loaded: 'master_param' is {got}; it must be a floating-point" in message
 
 
 @pytest.mark.parametrize("names", ["weight", [1]])
 def test_which_weights_are_split_is_checked(names: object, tmp_path: Path) -> None:
-    checkpoint = saved_by(MasterWeightsPrecision("bf16-true"), tmp_path) | {"lightning_mp_split_weights": names}
-    message = refused(MasterWeightsPrecision("bf16-true"), checkpoint, tmp_path)
+    checkpoint = saved_by(mp.MasterWeightsPrecision("bf16-true"), tmp_path) | {"lightning_mp_split_weights": names}
+    message = refused(mp.MasterWeightsPrecision("bf16-true"), checkpoint, tmp_path)
     assert f"'lightning_mp_split_weights' is {names!r}; it must be a list of text" in message

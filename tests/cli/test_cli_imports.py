@@ -13,10 +13,7 @@ from lightning_mp.__main__ import _COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[2]
 # How the process begins; the second one is what pip makes of the entry point.
-STARTS = {
-    "module": ["-m", "lightning_mp"],
-    "script": ["lightning-mp"],
-}
+STARTS = {"module": ["-m", "lightning_mp"], "script": ["lightning-mp"]}
 WITHOUT_TORCH = {
     "--version": (0, f"lightning-mp {__version__}"),
     "--help": (0, "usage: lightning-mp [-h] [--version] COMMAND ..."),

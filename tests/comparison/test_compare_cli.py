@@ -61,10 +61,7 @@ def text(tmp_path_factory):
         (["--text", "nowhere.txt"], "the text 'nowhere.txt' cannot be read"),
         (["--module", "compared_models"], "--module must be written PACKAGE:FUNCTION"),
         (["--module", "nowhere:example"], "--module nowhere:example cannot be imported (No module named 'nowhere')"),
-        (
-            ["--module", f"{__name__}:alone"],
-            "must return (module, data) or (module, data, val_data), got ",
-        ),
+        (["--module", f"{__name__}:alone"], "must return (module, data) or (module, data, val_data), got "),
         (["--module", f"{__name__}:TINY"], ":TINY must be a function, got ['--params', '9264',"),
         (
             ["--module", f"{__name__}:of_a_size"],

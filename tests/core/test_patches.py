@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
-from small_models import quiet_trainer
+from small_models import at, quiet_trainer, raising
 
 from lightning_mp.core.patches import Patch, Patches
 
@@ -240,12 +240,9 @@ def test_nothing_stays_replaced_whatever_ends_a_run(end):
 def test_the_next_run_begins_with_what_no_teardown_came_to():
     """Lightning leaves everything as it is where a callback raises in on_exception."""
 
-    class Raising(Callback):
-        def on_exception(self, *_: Any) -> None:
-            raise ZeroDivisionError("in on_exception")
-
     callback = Replacing()
-    trainer = quiet_trainer(callbacks=[Raising(), callback], limit_train_batches=1)
+    raises = at(raising(ZeroDivisionError("in on_exception")), "on_exception")
+    trainer = quiet_trainer(callbacks=[raises, callback], limit_train_batches=1)
     module = Ending("error in training_step")
     run(trainer, module)
     assert "optimizer_step" in vars(trainer.strategy)

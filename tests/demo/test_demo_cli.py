@@ -36,17 +36,11 @@ def _refusal(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--precision", "int4"],
-            "argument --precision: invalid choice: 'int4' (choose from ",
-        ),
+        (["--precision", "int4"], "argument --precision: invalid choice: 'int4' (choose from "),
         (["--precision", "fp8", "--recipe", "soup"], "argument --recipe: invalid choice: 'soup' (choose from "),
         (["--recipe", "rowwise"], "--recipe works only with --precision fp8, not bf16-mixed"),
         (["--precision", "bf16-true", "--storage", "tape"], "argument --storage: invalid choice: 'tape' (choose from "),
-        (
-            ["--precision", "16-true", "--storage", "remainder"],
-            "works only with --precision bf16-true, not 16-true",
-        ),
+        (["--precision", "16-true", "--storage", "remainder"], "works only with --precision bf16-true, not 16-true"),
         (["--precision", "tf32", "--accelerator", "cpu"], "TF32Precision cannot run on this device: TF32 is a mode of"),
         (
             ["--accelerator", "cpu", "--tensor-parallel", "2", "--devices", "1"],

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from small_models import at, raising, saving
 
 import lightning_mp.demo.settings
 import lightning_mp.language_model.module
@@ -66,18 +66,6 @@ def _no_report(monkeypatch):
     monkeypatch.setattr("lightning_mp.demo.run._show", lambda *_, **__: None)
 
 
-class _At(Callback):
-    """Does something at the end of one micro-batch."""
-
-    def __init__(self, micro_batch, action):
-        self.micro_batch = micro_batch
-        self.action = action
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == self.micro_batch:
-            self.action()
-
-
 def _run(out, text, *callbacks, resume=False, max_minutes=None, **changes):
     given = {} if resume else TINY | {"text": text} | changes
     return run_job(prepare(given, Path(out), resume=resume, max_minutes=max_minutes), callbacks)
@@ -91,7 +79,7 @@ def _history(out):
     return json.loads((Path(out) / "version_0" / "history.json").read_text())
 
 
-def _interrupt():
+def _interrupt(*_):
     signal.raise_signal(signal.SIGINT)
 
 
@@ -173,7 +161,7 @@ def test_piped_output_has_lines_only(text, capsys):
 @pytest.mark.usefixtures("_no_report")
 @pytest.mark.parametrize("stop_at", [0, 5, 7, 40], ids=lambda micro_batch: f"micro-batch {micro_batch}")
 def test_ctrl_c_and_resume_equal_no_stop_bit_for_bit(uninterrupted, text, capsys, stop_at):
-    assert _run("out", text, _At(stop_at, _interrupt)) == 130
+    assert _run("out", text, at(_interrupt, batch_idx=stop_at)) == 130
     assert "Resume with: lightning-mp demo --resume --out out/version_0" in capsys.readouterr().out
     window_end = stop_at if stop_at < 6 else stop_at + 2 - stop_at % 3
     assert _history("out")["steps"]["tokens"][-1] == 512 * (window_end + 1)
@@ -200,11 +188,11 @@ def test_a_run_that_was_killed_goes_on_from_its_last_regular_checkpoint(uninterr
     class Killed(Exception):
         pass
 
-    def kill():
+    def kill(*_):
         raise Killed
 
     with pytest.raises(Killed):
-        _run("out", text, _At(30, kill))
+        _run("out", text, at(kill, batch_idx=30))
     tokens_saved = _checkpoint("out")["lightning_mp_demo"]["steps"]["tokens"][-1]
     assert 0 < tokens_saved < 31 * 512
     assert _run("out", text, resume=True) == 0
@@ -233,24 +221,20 @@ def _equal(left, right):
 @pytest.mark.full
 @pytest.mark.usefixtures("_no_report")
 def test_the_second_ctrl_c_stops_at_once_and_says_what_is_left(text, capsys):
-    def interrupt_twice():
+    def interrupt_twice(*_):
         _interrupt()
         _interrupt()
 
     with pytest.raises(KeyboardInterrupt, match="No checkpoint had been written yet"):
-        _run("early", text, _At(0, interrupt_twice))
+        _run("early", text, at(interrupt_twice, batch_idx=0))
     with pytest.raises(KeyboardInterrupt, match=r"The last checkpoint is late.version_0.*.ckpt. Resume with: "):
-        _run("late", text, _At(40, interrupt_twice))
+        _run("late", text, at(interrupt_twice, batch_idx=40))
 
 
 def test_ctrl_c_before_the_first_batch_ends_the_run_at_once(text):
-    class Early(Callback):
-        def on_fit_start(self, trainer, pl_module):
-            _interrupt()
-
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="No checkpoint had been written yet"):
-        _run("out", text, Early())
+        _run("out", text, at(_interrupt, "on_fit_start"))
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -268,7 +252,7 @@ def test_ctrl_c_after_training_says_how_to_see_the_results(text, monkeypatch):
 
 @pytest.mark.full
 def test_ctrl_c_in_the_last_step_does_not_spoil_a_finished_run(text, capsys):
-    assert _run("out", text, _At(MICRO_BATCHES - 1, _interrupt)) == 0
+    assert _run("out", text, at(_interrupt, batch_idx=MICRO_BATCHES - 1)) == 0
     assert "22,234 (spent exactly)" in capsys.readouterr().out
 
 
@@ -319,7 +303,7 @@ def test_the_held_learning_rate_is_recorded_also_where_a_skip_does_not_reach_the
 @pytest.mark.usefixtures("_no_report")
 def test_a_checkpoint_knows_the_last_outcome_without_help_of_other_callbacks(text):
     job = prepare(TINY | {"text": text}, Path("out"))
-    trainer = assemble(job, [_At(5, lambda: trainer.save_checkpoint("middle.ckpt"))])
+    trainer = assemble(job, [at(saving("middle.ckpt"), batch_idx=5)])
     trainer.callbacks = [callback for callback in trainer.callbacks if not isinstance(callback, OverflowMonitor)]
     fit(trainer, job)
     saved = torch.load("middle.ckpt", weights_only=True)["lightning_mp_demo"]
@@ -327,12 +311,8 @@ def test_a_checkpoint_knows_the_last_outcome_without_help_of_other_callbacks(tex
 
 
 def test_a_run_that_is_refused_at_the_start_leaves_nothing_behind(text):
-    class Refuses(Callback):
-        def on_fit_start(self, trainer, pl_module):
-            raise MisconfigurationException("not like this")
-
     with pytest.raises(MisconfigurationException, match="not like this"):
-        _run("out", text, Refuses())
+        _run("out", text, at(raising(MisconfigurationException("not like this")), "on_fit_start"))
     assert not Path("out/version_0").exists()
 
 

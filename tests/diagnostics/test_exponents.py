@@ -22,12 +22,7 @@ from lightning_mp.diagnostics.underflow.exponents import (
 )
 
 NARROW = ("bf16", "fp16", "fp8_e4m3fn", "fp8_e5m2", "tf32")
-BITS = {
-    torch.float16: np.uint16,
-    torch.bfloat16: np.uint16,
-    torch.float32: np.uint32,
-    torch.float64: np.uint64,
-}
+BITS = {torch.float16: np.uint16, torch.bfloat16: np.uint16, torch.float32: np.uint32, torch.float64: np.uint64}
 
 
 def as_numpy(values: torch.Tensor) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from small_models import Parts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,45 +27,34 @@ def run(net: nn.Module, x: torch.Tensor, *, reduce=torch.sum):
     return find_first_overflow(watch.observations())
 
 
-class Scores(nn.Module):
-    """Adds a mask in a module of its own, so that -inf passes between modules."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.mask, self.softmax, self.out = nn.Identity(), nn.Softmax(-1), nn.Linear(3, 3)
-        self.factor = factor
-
-    def forward(self, x):
-        masked = self.mask(x.masked_fill(torch.eye(3, dtype=torch.bool), -math.inf))
-        return self.out(self.softmax(masked)) * self.factor
+def two_layers(forward, **more):
+    return Parts(forward, up=lambda: nn.Linear(3, 3), down=lambda: nn.Linear(3, 3), **more)
 
 
 def test_a_mask_is_no_first_overflow():
-    assert run(Scores(1.0), torch.ones(3, 3, requires_grad=True)) is None
-    first = run(Scores(math.inf), torch.ones(3, 3, requires_grad=True))
-    assert (first.phase, first.module) == ("loss", "")
+    """It is added in a module of its own, so that -inf passes between modules."""
+
+    def scores(module, x):
+        masked = module.mask(x.masked_fill(torch.eye(3, dtype=torch.bool), -math.inf))
+        return module.up(module.softmax(masked)) * module.factor
+
+    def first(factor):
+        module = two_layers(scores, mask=nn.Identity, softmax=lambda: nn.Softmax(-1), factor=lambda: factor)
+        return run(module, torch.ones(3, 3, requires_grad=True))
+
+    assert first(1.0) is None
+    assert (first(math.inf).phase, first(math.inf).module) == ("loss", "")
 
 
 def test_a_minus_infinity_that_is_not_taken_away_is_one():
-    class Lowest(nn.Module):
-        def forward(self, x):
-            return x.clamp(max=0).mul(0).sub(1e39)
-
-    net = nn.Sequential(nn.Linear(3, 3), Lowest(), nn.Linear(3, 3))
+    net = nn.Sequential(nn.Linear(3, 3), Parts(lambda _, x: x.clamp(max=0).mul(0).sub(1e39)), nn.Linear(3, 3))
     first = run(net, torch.ones(2, 3))
     assert (first.phase, first.module, first.kind) == ("forward", "1", "-inf")
 
 
 def test_infinities_that_the_loss_does_not_see_do_no_harm():
-    class Where(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return torch.where(self.inner(x * math.inf).isfinite(), 0.0, x.detach() * self.inner.bias)
-
-    assert run(Where(), torch.ones(2, 3)) is None
+    where = two_layers(lambda m, x: torch.where(m.up(x * math.inf).isfinite(), 0.0, x.detach() * m.up.bias))
+    assert run(where, torch.ones(2, 3)) is None
 
 
 def test_of_two_modules_that_share_an_input_the_right_one_is_named():
@@ -72,80 +62,42 @@ def test_of_two_modules_that_share_an_input_the_right_one_is_named():
         def forward(self, x):
             return x + (x * 0).sqrt()
 
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.bad, self.last = nn.Linear(3, 3), Bad(), nn.Linear(3, 3)
-
-        def forward(self, x):
-            x = self.first(x)
-            return self.bad(x) + self.last(x)
-
-    first = run(Shared(), torch.ones(2, 3))
-    assert (first.phase, first.module, first.tensor) == (
-        "backward",
-        "bad",
-        "gradient of argument 'x'",
-    )
+    module = two_layers(lambda module, x: module.bad(y := module.up(x)) + module.down(y), bad=Bad)
+    first = run(module, torch.ones(2, 3))
+    assert (first.phase, first.module, first.tensor) == ("backward", "bad", "gradient of argument 'x'")
 
 
 def test_operations_between_modules_belong_to_the_module_that_makes_them():
-    class Between(nn.Module):
-        def __init__(self, factor):
-            super().__init__()
-            self.up, self.down, self.factor = nn.Linear(3, 3), nn.Linear(3, 3), factor
-
-        def forward(self, x):
-            return self.down(self.up(x) * self.factor)
-
-    net = nn.Sequential(nn.Linear(3, 3), Between(math.inf))
-    first = run(net, torch.ones(2, 3))
+    between = two_layers(lambda module, x: module.down(module.up(x) * math.inf))
+    first = run(nn.Sequential(nn.Linear(3, 3), between), torch.ones(2, 3))
     assert (first.phase, first.module) == ("forward", "1")
     assert first.tensor == "argument 'input' of 1.down"
 
-    class Kink(Between):
-        def forward(self, x):
-            y = self.up(x)
-            return self.down(y + (y * 0).sqrt())
-
-    first = run(nn.Sequential(nn.Linear(3, 3), Kink(1.0)), torch.ones(2, 3))
-    assert (first.phase, first.module, first.tensor) == (
-        "backward",
-        "1",
-        "gradient of output of 1.up",
-    )
+    kink = two_layers(lambda module, x: module.down((y := module.up(x)) + (y * 0).sqrt()))
+    first = run(nn.Sequential(nn.Linear(3, 3), kink), torch.ones(2, 3))
+    assert (first.phase, first.module, first.tensor) == ("backward", "1", "gradient of output of 1.up")
 
 
 def test_a_parameter_gradient_is_named():
     embedding = nn.Embedding(3, 3)
     embedding.weight.register_hook(lambda gradient: gradient * math.inf)
     first = run(nn.Sequential(embedding, nn.Linear(3, 3)), torch.tensor([0, 1]))
-    assert (first.phase, first.module, first.tensor) == (
-        "backward",
-        "0",
-        "gradient of weight",
-    )
+    assert (first.phase, first.module, first.tensor) == ("backward", "0", "gradient of weight")
 
 
 def test_structures_are_looked_into_and_left_alone():
-    class Pair(nn.Module):
-        def forward(self, x, *, extra):
-            assert extra["a"] is not None
-            return {"y": (x, [x * extra["a"]])}
+    def pair(_, x, *, extra):
+        assert extra["a"] is not None
+        return {"y": (x, [x * extra["a"]])}
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pair = Pair()
-
-        def forward(self, x):
-            output = self.pair(x, extra={"a": torch.tensor(math.inf)})
-            assert type(output) is dict
-            assert type(output["y"]) is tuple
-            return output["y"][0] + output["y"][1][0].nan_to_num(0, 0)
+    def outer(module, x):
+        output = module.pair(x, extra={"a": torch.tensor(math.inf)})
+        assert type(output) is dict
+        assert type(output["y"]) is tuple
+        return output["y"][0] + output["y"][1][0].nan_to_num(0, 0)
 
     x = torch.ones(2, 3, requires_grad=True)
-    first = run(Outer(), x, reduce=lambda y: y.sum() + math.inf)
+    first = run(Parts(outer, pair=lambda: Parts(pair)), x, reduce=lambda y: y.sum() + math.inf)
     assert (first.module, first.tensor) == ("", "argument 'extra'['a'] of pair")
 
 
@@ -219,51 +171,30 @@ def test_a_module_that_failed_and_was_passed_over_calls_nobody(where):
     def refuse(*_):
         raise NotImplementedError
 
-    class Refuses(nn.Module):
-        def forward(self, x):
-            return refuse()
+    def tries(module, x):
+        try:
+            return module.up(x)
+        except NotImplementedError:
+            return module.down(x * math.inf)
 
-    class Tries(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fast, self.slow = Refuses(), nn.Linear(3, 3)
-            if where == "hook":
-                self.fast.register_forward_pre_hook(refuse)
-
-        def forward(self, x):
-            try:
-                return self.fast(x)
-            except NotImplementedError:
-                return self.slow(x * math.inf)
-
-    first = run(nn.Sequential(nn.Linear(3, 3), Tries()), torch.ones(2, 3))
-    assert (first.phase, first.module, first.tensor) == (
-        "forward",
-        "1",
-        "argument 'input' of 1.slow",
-    )
+    module = two_layers(tries)
+    if where == "hook":
+        module.up.register_forward_pre_hook(refuse)
+    else:
+        module.up = Parts(refuse)
+    first = run(nn.Sequential(nn.Linear(3, 3), module), torch.ones(2, 3))
+    assert (first.phase, first.module, first.tensor) == ("forward", "1", "argument 'input' of 1.down")
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 def test_what_a_checkpoint_computes_again_has_the_caller_of_the_first_time(reentrant):
-    class Kink(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)
+    def inner(module, x):
+        y = module.up(x)
+        return module.down(y + (y * 0).sqrt())
 
-        def inner(self, x):
-            y = self.up(x)
-            return self.down(y + (y * 0).sqrt())
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=reentrant)
-
-    first = run(nn.Sequential(nn.Linear(3, 3), Kink()), torch.ones(2, 3))
-    assert (first.phase, first.module, first.tensor) == (
-        "backward",
-        "1",
-        "gradient of output of 1.up",
-    )
+    kink = two_layers(lambda module, x: checkpoint(inner, module, x, use_reentrant=reentrant))
+    first = run(nn.Sequential(nn.Linear(3, 3), kink), torch.ones(2, 3))
+    assert (first.phase, first.module, first.tensor) == ("backward", "1", "gradient of output of 1.up")
 
 
 def test_modules_get_what_they_were_given():
@@ -272,22 +203,17 @@ def test_modules_get_what_they_were_given():
     class Output(OrderedDict):
         pass
 
-    class Inner(nn.Module):
-        def forward(self, x, weight):
-            assert isinstance(weight, nn.Parameter)
-            return Output(y=x * weight)
+    def outer(module, x):
+        output = module.inner(x, module.weight)
+        assert type(output) is Output
+        return output["y"]
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.weight = Inner(), nn.Parameter(torch.ones(3))
+    def inner(_, x, weight):
+        assert isinstance(weight, nn.Parameter)
+        return Output(y=x * weight)
 
-        def forward(self, x):
-            output = self.inner(x, self.weight)
-            assert type(output) is Output
-            return output["y"]
-
-    assert run(Outer(), torch.ones(2, 3)) is None
+    module = Parts(outer, inner=lambda: Parts(inner), weight=lambda: nn.Parameter(torch.ones(3)))
+    assert run(module, torch.ones(2, 3)) is None
 
 
 class Pair(NamedTuple):
@@ -299,20 +225,9 @@ class Pair(NamedTuple):
 def test_gradients_are_seen_in_containers_of_any_class(container):
     """Also in one that cannot be made anew, so that the tensors in it stay what they were."""
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner()
-
-        def forward(self, x):
-            pair = self.inner(x)
-            return pair[0] + pair[1]
-
-    class Inner(nn.Module):
-        def forward(self, x):
-            return container((2 * x, 3 * x))
-
-    with TensorWatch(model := Outer()) as watch:
-        model(torch.ones(2, requires_grad=True)).sum().backward()
+    inner = Parts(lambda _, x: container((2 * x, 3 * x)))
+    outer = Parts(lambda module, x: sum(module.inner(x)[place] for place in (0, 1)), inner=lambda: inner)
+    with TensorWatch(outer) as watch:
+        outer(torch.ones(2, requires_grad=True)).sum().backward()
     roles = [observation.place.role for observation in watch.observations()]
     assert roles.count("output_gradient") == 2

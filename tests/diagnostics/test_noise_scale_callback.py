@@ -18,10 +18,13 @@ from small_models import (
     ShardedTokenModel,
     TokenModel,
     Trained,
+    at,
     fit,
     loader,
     quiet_trainer,
+    raising,
     regression_batches,
+    saving,
     token_batches,
     weights,
 )
@@ -364,9 +367,6 @@ def test_ranks_do_not_wait_for_one_that_cannot_count_its_batch() -> None:
     assert first == second
 
 
-# -- through the Trainer, with known noise -----------------------------------------------------------------------------
-
-
 def known_noise() -> Trained:
     """The gradient of a sample is the sample: a fixed vector and noise around it."""
     return Trained(lambda module, batch: (batch @ module.weight).mean(), weight=lambda: nn.Parameter(torch.zeros(64)))
@@ -388,9 +388,6 @@ def test_known_noise_is_found_within_a_tenth_after_400_windows() -> None:
     assert estimate.low < 20.0 < estimate.high
     assert estimate.high - estimate.low < 8.0
     assert trainer.callback_metrics["mp/noise_scale"] == pytest.approx(20.0, rel=0.1)
-
-
-# -- cost --------------------------------------------------------------------------------------------------------------
 
 
 class _Cost(TorchDispatchMode):
@@ -491,10 +488,6 @@ def test_manual_optimization_is_refused() -> None:
 def test_a_resumed_run_ends_with_the_same_averages(name: str, tmp_path: Any) -> None:
     batches = regression_batches(12)
 
-    class Saves(Callback):
-        def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
-
     def train(max_epochs: int, *others: Callback, ckpt_path: Any = None) -> Recording:
         callback = Recording()
         trainer = quiet_trainer(
@@ -503,20 +496,14 @@ def test_a_resumed_run_ends_with_the_same_averages(name: str, tmp_path: Any) -> 
         trainer.fit(Regression(), loader(batches), ckpt_path=ckpt_path)
         return callback
 
-    straight, first = train(2), train(1, Saves())
-    resumed = train(2, Saves(), ckpt_path=tmp_path / "3.ckpt")
+    straight, first = train(2), train(1, at(saving(tmp_path / "3.ckpt"), "on_train_epoch_end"))
+    resumed = train(2, ckpt_path=tmp_path / "3.ckpt")
     assert first.average.windows == 3
     assert resumed.average.state_dict() == straight.average.state_dict()
     assert straight.average.windows == 6
 
 
 def test_a_window_that_a_resumed_run_continues_is_left_out(tmp_path: Any) -> None:
-    class SavesAndFails(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 5:
-                trainer.save_checkpoint(tmp_path / "inside.ckpt")
-                raise InterruptedError
-
     def train(*others: Callback, ckpt_path: Any = None) -> Recording:
         callback = Recording()
         scheduler = AccumulationScheduler({0: 4}, save_partial_gradients=True)
@@ -525,21 +512,17 @@ def test_a_window_that_a_resumed_run_continues_is_left_out(tmp_path: Any) -> Non
         return callback
 
     with pytest.raises(InterruptedError):
-        train(SavesAndFails())
+        train(at(saving(tmp_path / "inside.ckpt"), batch_idx=5), at(raising(InterruptedError()), batch_idx=5))
     first, _, third = train().given
     assert train(ckpt_path=tmp_path / "inside.ckpt").given == [third]
     assert first != third
 
 
 def test_hooks_are_taken_away_and_gradients_are_not_touched() -> None:
-    class Fails(Callback):
-        def on_before_backward(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 1:
-                raise RuntimeError("planted")
-
+    fails = at(raising(RuntimeError("planted")), "on_before_backward", step=1)
     module = Regression()
     with pytest.raises(RuntimeError, match="planted"):
-        fit(module, regression_batches(8), GradientNoiseScale(), Fails(), accumulate_grad_batches=2)
+        fit(module, regression_batches(8), GradientNoiseScale(), fails, accumulate_grad_batches=2)
     assert not any(p._backward_hooks for p in module.parameters())
     weights = []
     for callbacks in ([], [GradientNoiseScale()]):

@@ -11,7 +11,7 @@ from audit_models import CLASSES, WIDTH, InFp64, Known, Mix, audited, batches, f
 from huggingface_models import project
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from small_models import Regression, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import Parts, Regression, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -110,11 +110,7 @@ def test_fp8_layers_are_told_from_those_in_bf16(recipe: Any) -> None:
     products = {row.compute for row in backward if row.module == "middle" and row.kind == "matmul"}
     assert (
         products
-        == {
-            "tensorwise": {"fp8_e5m2"},
-            "rowwise": {"fp8_e4m3fn"},
-            "rowwise_with_gw_hp": {"fp8_e4m3fn", "bf16"},
-        }[recipe]
+        == {"tensorwise": {"fp8_e5m2"}, "rowwise": {"fp8_e4m3fn"}, "rowwise_with_gw_hp": {"fp8_e4m3fn", "bf16"}}[recipe]
     )
     assert audit.findings == ()
 
@@ -376,15 +372,7 @@ def test_without_a_trainer_two_watches_may_follow_each_other_and_exceptions_pass
 
 
 def test_a_module_that_returns_its_own_weight_keeps_no_hook_on_it() -> None:
-    class Gain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(8))
-
-        def forward(self) -> Tensor:
-            return self.weight
-
-    model = Gain()
+    model = Parts(lambda module: module.weight, weight=lambda: nn.Parameter(torch.ones(8)))
     report = audit_step(model, lambda: model().sum().backward())
     assert report.modules[0].output_gradients == report.modules[0].weight_gradients == ("fp32",)
     assert what_is_left(model) == 0

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from audit_models import Known, audited, fit, runs, what_is_left
-from small_models import weights
+from small_models import Parts, weights
 from torch import nn
 
 from lightning_mp import AutocastPrecision, PrecisionPolicy
@@ -98,16 +98,9 @@ def test_operations_in_compiled_code_are_seen_and_modules_that_are_not_are_named
         assert runs(report)["middle", "addmm"] == "bf16"
 
 
-class InFp32(nn.Module):
-    """Switches autocast off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return self.linear(x.float())
+def without_autocast(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return module.linear(x.float())
 
 
 @pytest.mark.parametrize(("rule", "kinds"), [("middle.0.linear", []), ("last", ["fp32_matmul"])])
@@ -115,6 +108,7 @@ def test_what_a_rule_has_in_compiled_code_is_no_finding(rule: str, kinds: list[s
     """The product is put down to the part that was compiled, about which no rule says anything."""
     torch.compiler.reset()
     module = Known()
-    module.middle = torch.compile(nn.Sequential(InFp32(), nn.LayerNorm(32)), backend="eager")
+    in_fp32 = Parts(without_autocast, linear=lambda: nn.Linear(32, 32))
+    module.middle = torch.compile(nn.Sequential(in_fp32, nn.LayerNorm(32)), backend="eager")
     audit = audited(module, plugins=[AutocastPrecision("bf16-mixed", policy=PrecisionPolicy([(rule, "fp32")]))])
     assert [finding.kind for finding in audit.findings] == kinds

@@ -7,7 +7,7 @@ import pytest
 import torch
 from audit_models import CLASSES, WIDTH, InFp64, Known, audited, batches
 from lightning.pytorch.plugins import MixedPrecision
-from small_models import loader
+from small_models import Parts, loader
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -43,40 +43,27 @@ class CalledAside(WithoutAutocast):
 
 
 class HandNorm(nn.Module):
+    """Known for a norm by its name."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
 
 
-class ProductWithVector(nn.Module):
-    """As in a power iteration: fp32 under autocast on a CPU."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.mv(torch.eye(8), torch.ones(8)).mean()
+# as in a power iteration: fp32 under autocast on a CPU
+product_with_vector = Parts(lambda _, x: x * torch.mv(torch.eye(8), torch.ones(8)).mean())
+softmax = Parts(lambda _, x: torch.softmax(x, -1))
 
 
-class Softmax(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(x, -1)
-
-
-class CastByHand(nn.Module):
+def cast_by_hand(operation: Callable[[Tensor], Tensor]) -> Parts:
     """An operation on 16-bit numbers where autocast does not cast."""
-
-    def __init__(self, operation: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.operation = operation
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.operation(x.float().bfloat16()).float()
+    return Parts(lambda _, x: operation(x.float().bfloat16()).float())
 
 
-class LossInside(nn.Module):
+def loss_inside(_: nn.Module, x: Tensor) -> Tensor:
     """A loss that is written on 16-bit numbers where autocast cannot see it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            low = x.bfloat16()
-            return x + F.mse_loss(low, torch.zeros_like(low))
+    with torch.autocast("cpu", enabled=False):
+        low = x.bfloat16()
+        return x + F.mse_loss(low, torch.zeros_like(low))
 
 
 def put(name: str, part: Any) -> Callable[[Known], None]:
@@ -152,11 +139,7 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         lambda: {"precision": "bf16-mixed"},
         not_active("bf16-mixed"),
     ),
-    "autocast off everywhere, under a policy": (
-        everything_without_autocast,
-        bf16,
-        not_active("bf16-mixed"),
-    ),
+    "autocast off everywhere, under a policy": (everything_without_autocast, bf16, not_active("bf16-mixed")),
     "autocast off everywhere, 16-mixed": (
         everything_without_autocast,
         lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", LossScaler(init_scale=256.0))]},
@@ -182,14 +165,14 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         lambda: {"precision": "32-true"},
         [("other_format", ("middle",), "Products ran in fp16 in a 32-true run: middle.")],
     ),
-    "a softmax and norms that a CPU's autocast leaves in 16 bit": (put("norm", Softmax()), lambda: bf16(None), []),
+    "a softmax and norms that a CPU's autocast leaves in 16 bit": (put("norm", softmax), lambda: bf16(None), []),
     "a softmax that was cast by hand": (
-        put("norm", CastByHand(lambda x: x.softmax(-1))),
+        put("norm", cast_by_hand(lambda x: x.softmax(-1))),
         lambda: bf16({"mix": "fp32"}),
         [("low_precision", ("norm",), "softmax ran in bf16: norm.")],
     ),
     "a norm that was cast by hand": (
-        put("norm", CastByHand(lambda x: F.layer_norm(x, x.shape[1:]))),
+        put("norm", cast_by_hand(lambda x: F.layer_norm(x, x.shape[1:]))),
         lambda: bf16({"softmaxes": "fp32"}),
         [("low_precision", ("norm",), "layer_norm ran in bf16: norm.")],
     ),
@@ -198,7 +181,7 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         lambda: bf16(None),
         [("low_precision", ("norm",), "log_softmax ran in bf16: norm.")],
     ),
-    "a product with a vector that a family rule leaves in fp32": (put("norm", ProductWithVector()), bf16, []),
+    "a product with a vector that a family rule leaves in fp32": (put("norm", product_with_vector), bf16, []),
     "a norm in 16 bit that the policy asks for": (
         lambda module: None,
         lambda: bf16({"norms": "bf16", "softmaxes": "fp32"}),
@@ -210,7 +193,7 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         [("low_precision", ("norm",), "the sums of a norm ran in bf16: norm.")],
     ),
     "a loss in 16 bit": (
-        put("norm", LossInside()),
+        put("norm", Parts(loss_inside)),
         lambda: bf16({"mix": "fp32"}),
         [("low_precision", ("norm",), "mse_loss ran in bf16: norm.")],
     ),
@@ -221,17 +204,9 @@ PLANTED: dict[str, tuple[Callable[[Known], None], Any, list[tuple[str, tuple[str
         [("fp64", ("norm",), "64-bit floating-point numbers: norm.")],
     ),
     "64-bit numbers that were asked for": (put("norm", InFp64()), lambda: {"precision": "64-true"}, []),
-    "an odd size": (
-        resize,
-        bf16,
-        ODD_SIZES,
-    ),
+    "an odd size": (resize, bf16, ODD_SIZES),
     "an odd size in fp32": (resize, dict, []),
-    "16-bit weights": (
-        resize,
-        lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]},
-        ODD_SIZES,
-    ),
+    "16-bit weights": (resize, lambda: {"plugins": [MasterWeightsPrecision("bf16-true")]}, ODD_SIZES),
 }
 
 
@@ -329,16 +304,12 @@ def test_a_finding_says_what_is_certain_and_what_is_a_guess() -> None:
 def test_an_operation_that_autocast_does_not_know_is_no_guess() -> None:
     """Experts in one grouped product: autocast has no rule for it, so it runs in fp32."""
 
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(2, 16, 16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            ends = torch.tensor([4, 8], dtype=torch.int32)
-            return F.grouped_mm(x.float(), self.weight, offs=ends)
-
-    model = nn.Sequential(nn.Linear(16, 16), Experts())
+    ends = torch.tensor([4, 8], dtype=torch.int32)
+    experts = Parts(
+        lambda module, x: F.grouped_mm(x.float(), module.weight, offs=ends),
+        weight=lambda: nn.Parameter(torch.randn(2, 16, 16)),
+    )
+    model = nn.Sequential(nn.Linear(16, 16), experts)
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16):

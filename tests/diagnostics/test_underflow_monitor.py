@@ -12,7 +12,19 @@ from gradient_counter import VIEWS, CountGradientTraffic
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
-from small_models import Regression, adamw, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import (
+    Regression,
+    adamw,
+    at,
+    fused_adamw,
+    loader,
+    quiet_trainer,
+    raising,
+    regression_batches,
+    saving,
+    sgd,
+    weights,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -78,11 +90,7 @@ RUNS: dict[str, tuple[Any, Any, float]] = {
     "fp16": (autocast, adamw, SCALE),
     "fp16, fused": (autocast, fused_adamw, SCALE),
     "bf16": (partial(autocast, "bf16-mixed"), adamw, 1.0),
-    "fp16 weights": (
-        lambda: [MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))],
-        adamw,
-        SCALE,
-    ),
+    "fp16 weights": (lambda: [MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=SCALE))], adamw, SCALE),
     "stock fp16": (stock, adamw, SCALE),
     "stock fp16, fused": (stock, fused_adamw, 1.0),  # there, hooks see scaled gradients
 }
@@ -172,11 +180,8 @@ def test_suggestion_suits_the_last_ten_observations() -> None:
     monitor, batches = UnderflowMonitor(every_n_steps=1), regression_batches(12)
     suggestions = []
 
-    class Ask(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            suggestions.append(monitor.suggested_scale)
-
-    fit(monitor, Spike(partial(torch.optim.SGD, lr=0.0)), batches, callbacks=[Ask()])
+    asks = at(lambda *_: suggestions.append(monitor.suggested_scale))
+    fit(monitor, Spike(partial(torch.optim.SGD, lr=0.0)), batches, callbacks=[asks])
     assert all(late <= suggestions[0] / 2**9 for late in suggestions[1:11])
     assert suggestions[11] > suggestions[10] * 2**9
 
@@ -276,23 +281,18 @@ def test_recomputed_forwards_are_not_counted_twice(use_reentrant: bool) -> None:
 
 
 def test_hooks_stand_on_observed_steps_only_and_go_with_an_exception() -> None:
-    class Look(Callback):
-        def __init__(self) -> None:
-            self.hooks: list[int] = []
-
-        def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-            self.hooks.append(hooks_on(pl_module))
-            if len(self.hooks) == 5:
-                raise RuntimeError("stop here")
-
     def hooks_on(module: nn.Module) -> int:
         return sum(len(m._forward_hooks) for m in module.modules())
 
-    look, module = Look(), Regression()
+    hooks, module = [], Regression()
+    looks = [
+        at(lambda _, module: hooks.append(hooks_on(module)), "on_before_backward"),
+        at(raising(RuntimeError("stop here")), "on_before_backward", call=5),
+    ]
     monitor = UnderflowMonitor(every_n_steps=2, watch=("gradients", "activations"))
     with pytest.raises(RuntimeError, match="stop here"):
-        fit(monitor, module, callbacks=[look])
-    assert look.hooks == [3, 0, 3, 0, 3]
+        fit(monitor, module, callbacks=looks)
+    assert hooks == [3, 0, 3, 0, 3]
     assert hooks_on(module) == 0
     assert monitor.latest.step_index == 2
     fit(monitor, module)
@@ -383,12 +383,9 @@ def test_an_observation_is_one_transfer_read_one_step_later(monkeypatch: pytest.
             events.append("read")
             return self.values
 
-    class Steps(Callback):
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            events.append(f"batch {trainer.global_step}")
-
     monkeypatch.setattr("lightning_mp.callbacks.underflow_monitor.HostCopy", Copy)
-    fit(UnderflowMonitor(every_n_steps=2, watch=("gradients", "activations")), callbacks=[Steps()])
+    steps = at(lambda trainer, _: events.append(f"batch {trainer.global_step}"), "on_train_batch_start")
+    fit(UnderflowMonitor(every_n_steps=2, watch=("gradients", "activations")), callbacks=[steps])
     assert events == [
         *("batch 0", "start", "batch 1", "read", "batch 2", "start", "batch 3", "read"),
         *("batch 4", "start", "batch 5", "read"),
@@ -484,12 +481,7 @@ def test_a_checkpoint_carries_what_was_seen(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_in_the_middle_settles_the_observation_under_way(tmp_path: Path) -> None:
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 3:
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
     monitor = UnderflowMonitor(every_n_steps=1)
-    fit(monitor, callbacks=[Save()])
+    fit(monitor, callbacks=[at(saving(tmp_path / "middle.ckpt"), step=3)])
     state = torch.load(tmp_path / "middle.ckpt", weights_only=True)["callbacks"][monitor.state_key]
     assert [s["gradients"]["step_index"] for s in state["history"]] == [0, 1, 2]

@@ -71,9 +71,6 @@ def assert_trains_as_without(
     assert all(map(torch.equal, watched, trained(module(), plugin=plugin)))
 
 
-# -- nested tensors ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("plugin", [None, "bf16-mixed"])
 def test_exponents_of_nested_tensors_are_those_of_their_parts(plugin: str | None) -> None:
     kinds = ("gradients", "activations", "activation_gradients")
@@ -109,9 +106,6 @@ def test_nested_tensors_are_audited() -> None:
     assert audit.findings == ()
 
 
-# -- inside of torch.vmap ----------------------------------------------------------------------------------------------
-
-
 def test_outputs_inside_of_vmap_are_left_out_by_name() -> None:
     monitor = UnderflowMonitor(every_n_steps=1, watch=("gradients", "activations", "activation_gradients"))
     with pytest.warns(UserWarning, match=r"UnderflowMonitor leaves out the output of module 'body'.* torch\.vmap"):
@@ -143,9 +137,6 @@ def test_checkpoints_are_counted_beside_vmap() -> None:
     assert checkpointing.report.calls == 1
 
 
-# -- layouts whose memory cannot be counted ----------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 def test_memory_of_an_opaque_layout_is_left_out_of_what_checkpoints_save() -> None:
     checkpointing = ActivationCheckpointing("body")
@@ -154,9 +145,6 @@ def test_memory_of_an_opaque_layout_is_left_out_of_what_checkpoints_save() -> No
     ):
         assert_trains_as_without([checkpointing], lambda: net(mixed_by_rows))
     assert checkpointing.report is not None
-
-
-# -- modules whose parameters come with the first forward --------------------------------------------------------------
 
 
 def test_what_checkpoints_save_in_a_lazy_module_is_that_of_the_same_module() -> None:
@@ -179,9 +167,6 @@ def test_the_growth_of_lazy_weights_is_left_out_by_name() -> None:
             [OverflowMonitor(), OverflowPostMortem()], lambda: net(plain, lambda: nn.LazyLinear(3))
         )
     assert sum("leaves out" in str(warning.message) for warning in caught) == 1
-
-
-# -- products of other numbers, and a loss that is no scalar -----------------------------------------------------------
 
 
 def test_a_complex_product_counts_as_four_real_ones() -> None:

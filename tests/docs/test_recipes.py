@@ -121,10 +121,7 @@ def test_a_recipe_does_what_it_says(name, capsys, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings(
-    OLD_NAME_IN_PEFT,
-    "ignore:Checkpoint directory .* exists and is not empty",
-)
+@pytest.mark.filterwarnings(OLD_NAME_IN_PEFT, "ignore:Checkpoint directory .* exists and is not empty")
 def test_a_killed_run_with_peft_resumes_and_its_folder_loads_in_transformers(tmp_path, capsys, monkeypatch):
     """A real SIGKILL, between two checkpoints: no checkpoint holds the base, and the last one is used."""
     pytest.importorskip("peft")

@@ -64,8 +64,7 @@ def test_the_tutorial_prints_what_it_shows() -> None:
 
 
 @pytest.mark.parametrize(
-    "page",
-    [page if page in QUICK else pytest.param(page, marks=pytest.mark.full) for page in HOW_TO],
+    "page", [page if page in QUICK else pytest.param(page, marks=pytest.mark.full) for page in HOW_TO]
 )
 def test_the_code_of_a_how_to_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

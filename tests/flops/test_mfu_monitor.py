@@ -451,14 +451,8 @@ def test_a_batch_without_tokens_is_refused_and_samples_can_be_counted() -> None:
             r"gives 2 for the first batch, of type 'list' with 3 samples, or 3 to 12 tokens. Count .*len\(batch\[0\]\)",
         ),
         ({"count": lambda batch: 13}, "gives 13 for the first batch"),
-        (
-            {"count": lambda batch: 3, "flops_per_token": "6N"},
-            "'6N'.: this convention counts per token",
-        ),
-        (
-            {"count": lambda batch: 12, "unit": "sample"},
-            "gives 12 for the first batch, of type 'list' with 3 samples",
-        ),
+        ({"count": lambda batch: 3, "flops_per_token": "6N"}, "'6N'.: this convention counts per token"),
+        ({"count": lambda batch: 12, "unit": "sample"}, "gives 12 for the first batch, of type 'list' with 3 samples"),
     ],
 )
 def test_a_count_that_can_be_neither_tokens_nor_samples_is_refused(arguments: Any, message: str) -> None:

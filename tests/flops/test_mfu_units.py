@@ -27,10 +27,7 @@ def segmentation() -> Trained:
 def segmented_pictures(sizes: tuple[int, ...] = (4, 4, 4, 4)) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
     return [
-        [
-            torch.randn(size, 3, 8, 8, generator=generator),
-            torch.randint(5, (size, 8, 8), generator=generator),
-        ]
+        [torch.randn(size, 3, 8, 8, generator=generator), torch.randint(5, (size, 8, 8), generator=generator)]
         for size in sizes
     ]
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_models import gpt2, llama
+from huggingface_models import SMALL_LLAMA, gpt2, llama
+from small_models import Parts
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -80,29 +81,17 @@ def test_the_cpu_attention_is_what_torch_does_not_count() -> None:
     # torch 2.15 does count it, and the scores that it computes again as if they were the model's
     is_counted = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu in flop_registry
     assert counter.get_total_flops() == (7 * product if is_counted else 0)
-    assert (tally.count.forward, tally.count.backward, tally.count.recompute) == (
-        2 * product,
-        4 * product,
-        product,
-    )
+    assert (tally.count.forward, tally.count.backward, tally.count.recompute) == (2 * product, 4 * product, product)
     assert tally.count.by_format == {"fp32": 6 * product}, "what is run again is no part of it"
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten())
-        self.head = nn.Linear(4 * 6 * 6, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.layers(x))
-        return out
+CONVOLUTIONS = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Flatten()]
 
 
 @pytest.mark.parametrize(
     ("module", "batch"),
     [
-        (Convolutions(), torch.zeros(2, 3, 8, 8)),
+        (nn.Sequential(*CONVOLUTIONS, nn.Linear(4 * 6 * 6, 5)), torch.zeros(2, 3, 8, 8)),
         (nn.LSTM(6, 8, 2, batch_first=True), torch.zeros(2, 5, 6)),
         (nn.MultiheadAttention(8, 2, batch_first=True), (torch.zeros(2, 5, 8),) * 3),
         (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.zeros(2, 5, 8)),
@@ -164,21 +153,8 @@ def test_networks_of_depthwise_convolutions_take_what_is_published(
 
 
 def mixtral(**changes: Any) -> MixtralForCausalLM:
-    width, inner, vocabulary = 16, 32, 31
-    arguments = {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": inner,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 24,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-    }
-    return MixtralForCausalLM(MixtralConfig(**(arguments | changes)))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 1}
+    return MixtralForCausalLM(MixtralConfig(**SMALL_LLAMA | experts | changes))
 
 
 @pytest.mark.parametrize("count", [count_flops, as_it_runs])
@@ -243,20 +219,13 @@ def test_frozen_weights_have_no_product_for_their_gradient() -> None:
     """Two adapter matrices of rank 4 beside a frozen 32 x 32 in the middle; the layer below is frozen as well."""
     frozen, rank, rows = 32, 4, 5
 
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.below = nn.Linear(frozen, frozen, bias=False).requires_grad_(False)
-            self.base = nn.Linear(frozen, frozen, bias=False).requires_grad_(False)
-            self.down, self.up = nn.Linear(frozen, rank, bias=False), nn.Linear(rank, frozen, bias=False)
-            self.above = nn.Linear(frozen, frozen, bias=False).requires_grad_(False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.below(x)
-            out: Tensor = self.above(self.base(x) + self.up(self.down(x)))
-            return out
-
-    count = count_flops(Adapted(), torch.zeros(rows, frozen))
+    adapted = Parts(
+        lambda m, x: m.above(m.base(y := m.below(x)) + m.up(m.down(y))),
+        **{name: lambda: nn.Linear(frozen, frozen, False).requires_grad_(False) for name in ("below", "base", "above")},
+        down=lambda: nn.Linear(frozen, rank, bias=False),
+        up=lambda: nn.Linear(rank, frozen, bias=False),
+    )
+    count = count_flops(adapted, torch.zeros(rows, frozen))
     product, small = 2 * rows * frozen * frozen, 2 * rows * frozen * rank
     assert count.forward == 3 * product + 2 * small
     # Above: its input only. Up: both. Down: its weight only, as what lies below needs nothing.
@@ -267,28 +236,18 @@ def test_the_frozen_share_of_the_formula() -> None:
     assert flops_per_token(100, convention="6N", frozen_parameters=40) == 6 * 60 + 4 * 40
 
 
-# -- what is run again -------------------------------------------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8, bias=False)
-        self.block = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
-        return out
-
-
 @pytest.mark.parametrize("count_of", [count_flops, as_it_runs])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recompute_is_kept_apart_and_stops_early(reentrant: bool, count_of: Any) -> None:
     """The last product of a block is not run again by a non-reentrant checkpoint: "times 4/3" overstates."""
     rows = 5
     first, product = 2 * rows * 64, 2 * rows * 128
-    count = count_of(Checkpointed(reentrant=reentrant), torch.zeros(rows, 8))
+    module = Parts(
+        lambda m, x: checkpoint(m.block, m.first(x), use_reentrant=reentrant),
+        first=lambda: nn.Linear(8, 8, bias=False),
+        block=lambda: nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False)),
+    )
+    count = count_of(module, torch.zeros(rows, 8))
     assert count.forward == first + 2 * product
     assert count.backward == first + 4 * product
     assert count.recompute == (2 if reentrant else 1) * product
@@ -426,17 +385,7 @@ def test_conventions_of_a_hugging_face_model(convention: str) -> None:
 
 @pytest.mark.parametrize("window", [4, 24, 100, None])
 def test_a_sliding_window_takes_the_place_of_a_longer_sequence(window: int | None) -> None:
-    config = MistralConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=window,
-        bos_token_id=1,
-        eos_token_id=1,
-    )
+    config = MistralConfig(**SMALL_LLAMA, sliding_window=window, bos_token_id=1, eos_token_id=1)
     with torch.device("meta"):
         model = MistralForCausalLM(config)
     tokens = 24
@@ -516,15 +465,8 @@ def test_a_module_without_a_shape_is_counted_by_its_parameters() -> None:
 
 
 def test_on_the_meta_device_plain_tensors_of_modules_are_there_too() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.tables = nn.Linear(4, 8), [torch.arange(8.0)]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) * self.tables[0]
-
-    module = Scaled()
+    tables = [torch.arange(8.0)]
+    module = Parts(lambda m, x: m.layer(x) * m.tables[0], layer=lambda: nn.Linear(4, 8), tables=lambda: tables)
     assert count_flops(module, torch.zeros(3, 4)).forward == 2 * 3 * 4 * 8
     assert module.tables[0].tolist() == list(range(8)), "the module itself does not change"
 

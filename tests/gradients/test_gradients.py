@@ -51,9 +51,6 @@ lists = pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-# -- which gradients ---------------------------------------------------------------------------------------------------
-
-
 def test_parameters_come_in_the_order_of_their_groups_and_only_with_a_gradient():
     a, b, c, d = (nn.Parameter(torch.ones(2)) for _ in range(4))
     optimizer = torch.optim.SGD([{"params": [c, a]}, {"params": [d]}, {"params": [b]}], lr=0.1)
@@ -262,9 +259,6 @@ def test_scaling_and_clamping_reaches_every_member_of_a_mixed_list_and_leaves_na
     gradient_ops.scaled_clamp_([], 0.5, 0.25)
 
 
-# -- clipping, put together --------------------------------------------------------------------------------------------
-
-
 def clip(shards, max_norm):
     norm = gradient_ops.square_sum(gradient_ops.shard_norms(shards), [1] * len(shards)).sqrt()
     gradient_ops.multiply_(shards, gradient_ops.clip_coefficient(norm, max_norm))
@@ -291,9 +285,6 @@ def test_the_clip_coefficient_of_zero_and_of_inf():
     assert gradient_ops.clip_coefficient(torch.tensor(0.0), 1.0).item() == 1.0
     assert gradient_ops.clip_coefficient(torch.tensor(INF), 1.0).item() == 0.0
     assert math.isnan(gradient_ops.clip_coefficient(torch.tensor(NAN), 1.0).item())
-
-
-# -- cost --------------------------------------------------------------------------------------------------------------
 
 
 @dtypes

@@ -35,14 +35,8 @@ LAYOUTS = {
     "all sharded": (2, [(LINE, [S0]), (LINE, [S0]), (LINE, [S1]), (LINE, [S0]), (LINE, [R])]),
     "replicated first, sharded later": (2, [(LINE, [R]), (LINE, [S0]), (LINE, [S0]), (LINE, [S1]), (LINE, [R])]),
     "plain and DTensors": (2, [None, (LINE, [S0]), (LINE, [R]), (LINE, [S1]), None]),
-    "two meshes": (
-        4,
-        [(ROWS, [S0]), (PLANE, [S0, S0]), (PLANE, [S0, S1]), (PLANE, [R, S0]), (COLUMNS, [R])],
-    ),
-    "two meshes, partial sums and plain": (
-        4,
-        [None, (COLUMNS, [S0]), (PLANE, [S0, P]), (PLANE, [P, S1]), (ROWS, [P])],
-    ),
+    "two meshes": (4, [(ROWS, [S0]), (PLANE, [S0, S0]), (PLANE, [S0, S1]), (PLANE, [R, S0]), (COLUMNS, [R])]),
+    "two meshes, partial sums and plain": (4, [None, (COLUMNS, [S0]), (PLANE, [S0, P]), (PLANE, [P, S1]), (ROWS, [P])]),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
@@ -113,9 +107,6 @@ def on_ranks(layout, function):
             return function(rank, meshes(layout[0]))
 
     return run_ranks(run, layout[0])
-
-
-# -- norm and clipping -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick_cases(3)

@@ -16,30 +16,7 @@ from pytorch_lightning.plugins import MixedPrecision as OtherMixedPrecision
 from small_models import Regression, adamw, fit, loader, quiet_trainer, regression_batches, weights
 from torch import Tensor, nn
 
-from lightning_mp import (
-    AccumulationScheduler,
-    ActivationCheckpointing,
-    AutocastPrecision,
-    BudgetForecast,
-    ChinchillaBudget,
-    Float8Precision,
-    FSDP2Strategy,
-    GradientNoiseScale,
-    LossScaler,
-    MasterWeightsPrecision,
-    MFUMonitor,
-    MicroBatchOnOOM,
-    OverflowMonitor,
-    OverflowPostMortem,
-    PipelineParallelStrategy,
-    PrecisionAudit,
-    ReducedPrecisionDDPStrategy,
-    StopAtBoundary,
-    TF32Precision,
-    TokenLearningRate,
-    UnderflowMonitor,
-    WarmupCosine,
-)
+import lightning_mp as mp
 from lightning_mp.checkpoints import AtomicCheckpointIO
 
 ADVICE = r"use `import lightning\.pytorch as pl`, not `import pytorch_lightning as pl`"
@@ -64,14 +41,11 @@ def other_trainer(**arguments: Any) -> pytorch_lightning.Trainer:
     return pytorch_lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **quiet, **arguments)
 
 
-# -- pytorch_lightning -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_a_pytorch_lightning_trainer_is_told_which_import_the_plugin_needs(precision: str) -> None:
     message = rf"Found invalid type for plugin AutocastPrecision\('{precision}'\).*{ADVICE}"
     with pytest.raises(Exception, match=message) as error:
-        other_trainer(plugins=[AutocastPrecision(precision)])
+        other_trainer(plugins=[mp.AutocastPrecision(precision)])
     assert type(error.value).__name__ == "MisconfigurationException"
     assert "\n" not in str(error.value)
 
@@ -79,19 +53,20 @@ def test_a_pytorch_lightning_trainer_is_told_which_import_the_plugin_needs(preci
 @pytest.mark.parametrize(
     "make_callback",
     [
-        OverflowMonitor,
-        OverflowPostMortem,
-        lambda: AccumulationScheduler({0: 2}),
-        lambda: ChinchillaBudget(tokens=100),
-        UnderflowMonitor,
-        PrecisionAudit,
-        StopAtBoundary,
-        MicroBatchOnOOM,
-        GradientNoiseScale,
-        MFUMonitor,
-        lambda: ActivationCheckpointing("net.*"),
-        lambda: BudgetForecast("loss"),
-        lambda: TokenLearningRate(WarmupCosine(), tokens=100),
+        mp.OverflowMonitor,
+        mp.OverflowPostMortem,
+        lambda: mp.AccumulationScheduler({0: 2}),
+        lambda: mp.ChinchillaBudget(tokens=100),
+        mp.UnderflowMonitor,
+        mp.PrecisionAudit,
+        mp.RankWatchdog,
+        mp.StopAtBoundary,
+        mp.MicroBatchOnOOM,
+        mp.GradientNoiseScale,
+        mp.MFUMonitor,
+        lambda: mp.ActivationCheckpointing("net.*"),
+        lambda: mp.BudgetForecast("loss"),
+        lambda: mp.TokenLearningRate(mp.WarmupCosine(), tokens=100),
     ],
     ids=lambda make: type(make()).__name__,
 )
@@ -109,7 +84,9 @@ def test_a_pytorch_lightning_trainer_is_told_which_import_a_callback_needs(
     assert not list(Path().iterdir())
 
 
-@pytest.mark.parametrize("part", [FSDP2Strategy, PipelineParallelStrategy, lambda: ReducedPrecisionDDPStrategy("bf16")])
+@pytest.mark.parametrize(
+    "part", [mp.FSDP2Strategy, mp.PipelineParallelStrategy, lambda: mp.ReducedPrecisionDDPStrategy("bf16")]
+)
 def test_a_pytorch_lightning_trainer_is_told_which_import_a_strategy_needs(part: Callable[[], Any]) -> None:
     strategy = part()
     message = rf"invalid strategy name.*{type(strategy).__name__} \(a strategy for lightning\.pytorch: with it {ADVICE}"
@@ -125,15 +102,17 @@ def test_a_pytorch_lightning_trainer_is_told_which_import_the_checkpoint_plugin_
     assert "import" not in str(AtomicCheckpointIO())
 
 
-# -- Fabric ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "context", [f"{stage}_context" for stage in ("forward", "val_step", "test_step", "predict_step")]
 )
 @pytest.mark.parametrize(
     "plugin",
-    [AutocastPrecision("bf16-mixed"), MasterWeightsPrecision("bf16-true"), Float8Precision(), TF32Precision()],
+    [
+        mp.AutocastPrecision("bf16-mixed"),
+        mp.MasterWeightsPrecision("bf16-true"),
+        mp.Float8Precision(),
+        mp.TF32Precision(),
+    ],
     ids=lambda plugin: type(plugin).__name__,
 )
 def test_a_context_outside_of_a_trainers_run_is_refused(plugin: Any, context: str) -> None:
@@ -150,7 +129,7 @@ def test_a_context_outside_of_a_trainers_run_is_refused(plugin: Any, context: st
 @pytest.mark.parametrize("setup", ["setup", "setup_module"])
 @pytest.mark.parametrize("make_module", [lambda: nn.Linear(2, 2), Regression], ids=["nn.Module", "LightningModule"])
 def test_fabric_is_told_what_to_use(make_module: Callable[[], nn.Module], setup: str, precision: str) -> None:
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[AutocastPrecision(precision)])
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[mp.AutocastPrecision(precision)])
     message = (
         r"AutocastPrecision is a plugin for lightning\.pytorch\.Trainer.*With Fabric use Fabric\(precision=\.\.\.\)"
         r" and, for fp16, MixedPrecision\('16-mixed', device, scaler=lightning_mp\.LossScaler\(\)\) from"
@@ -160,8 +139,6 @@ def test_fabric_is_told_what_to_use(make_module: Callable[[], nn.Module], setup:
         getattr(fabric, setup)(make_module())
     assert "\n" not in str(error.value)
 
-
-# -- LossScaler in loops that are not ours -----------------------------------------------------------------------------
 
 OVERFLOWS = frozenset({1, 2})
 SCALE = 2.0**10
@@ -216,12 +193,9 @@ def test_loss_scaler_stands_in_for_grad_scaler_anywhere(train: Callable[[torch.a
     """Bit for bit the weights and the scale of torch's own loop, two skipped steps and one growth included."""
     reference = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=4)
     expected = by_hand(reference)
-    scaler = LossScaler("cpu", init_scale=SCALE, growth_interval=4)
+    scaler = mp.LossScaler("cpu", init_scale=SCALE, growth_interval=4)
     assert all(torch.equal(a, b) for a, b in zip(train(scaler), expected, strict=True))
     assert scaler.get_scale() == reference.get_scale() == SCALE / 4 * 2
-
-
-# -- both at once ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flag", ["16-mixed", "bf16-mixed", "32-true"])
@@ -229,4 +203,4 @@ def test_precision_besides_the_plugin_is_refused_by_lightning(flag: str) -> None
     """Explained in README: leave `precision=` out."""
     message = rf"Received both `precision={flag}` and `plugins=AutocastPrecision\('16-mixed'\)`\. Choose one"
     with pytest.raises(ValueError, match=message):
-        quiet_trainer(precision=flag, plugins=[AutocastPrecision("16-mixed")])
+        quiet_trainer(precision=flag, plugins=[mp.AutocastPrecision("16-mixed")])

@@ -1,15 +1,14 @@
 """What only a CUDA device can show: both precisions train, a healthy step waits for nothing, the scale is torch's."""
 
 import math
-from collections.abc import Iterator
 
 import lightning as L
 import pytest
 import torch
+from small_models import Outcomes, at, fit
 from torch.nn.functional import cross_entropy
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
-from lightning_mp.diagnostics import StepOutcome
 from lightning_mp.language_model import GPT, GPTConfig
 
 pytestmark = pytest.mark.gpu
@@ -17,19 +16,10 @@ pytestmark = pytest.mark.gpu
 CONFIG = GPTConfig(layers=2, heads=2, width=64, block_tokens=64, vocab=64)
 
 
-class RepeatedBatch:
+def repeated_batch(count: int) -> list[list[torch.Tensor]]:
     """The same tokens again and again, so that the loss has to fall."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[list[torch.Tensor]]:
-        ids = torch.randint(0, CONFIG.vocab, (8, CONFIG.block_tokens + 1), generator=torch.Generator().manual_seed(0))
-        for _ in range(self.count):
-            yield [ids[:, :-1], ids[:, 1:]]
+    ids = torch.randint(0, CONFIG.vocab, (8, CONFIG.block_tokens + 1), generator=torch.Generator().manual_seed(0))
+    return [[ids[:, :-1], ids[:, 1:]]] * count
 
 
 class SmallGPT(L.LightningModule):
@@ -52,18 +42,6 @@ class SmallGPT(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
-class Outcomes(L.Callback):
-    """Keeps every outcome."""
-
-    def __init__(self) -> None:
-        self.seen: list[StepOutcome] = []
-
-    def on_after_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: object, outcome: StepOutcome
-    ) -> None:
-        self.seen.append(outcome)
-
-
 class NoDeviceWait(L.Callback):
     """Makes torch raise on any wait for the device between backward and the end of the step, from `first` on."""
 
@@ -83,26 +61,14 @@ class NoDeviceWait(L.Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def fit(module: SmallGPT, plugin: AutocastPrecision, steps: int, *callbacks: L.Callback) -> None:
-    trainer = L.Trainer(
-        accelerator="gpu",
-        devices=1,
-        max_epochs=1,
-        plugins=[plugin],
-        callbacks=list(callbacks),
-        gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, RepeatedBatch(steps))
+def train(module: SmallGPT, plugin: AutocastPrecision, steps: int, *callbacks: L.Callback) -> None:
+    fit(module, repeated_batch(steps), *callbacks, plugin=plugin, accelerator="gpu", gradient_clip_val=1.0)
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_the_loss_falls_on_cuda(precision: str) -> None:
     module = SmallGPT()
-    fit(module, AutocastPrecision(precision), 60)
+    train(module, AutocastPrecision(precision), 60)
     first, last = module.losses[0].item(), module.losses[-1].item()
     assert first == pytest.approx(math.log(CONFIG.vocab), abs=0.3)
     assert last < first / 2
@@ -113,7 +79,7 @@ def test_the_loss_falls_on_cuda(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
 def test_a_healthy_fused_step_does_not_wait_for_the_device(precision: str) -> None:
     guard, monitor, outcomes = NoDeviceWait(first=3), OverflowMonitor(), Outcomes()
-    fit(SmallGPT(), AutocastPrecision(precision), 12, monitor, outcomes, guard)  # last: the others are guarded too
+    train(SmallGPT(), AutocastPrecision(precision), 12, monitor, outcomes, guard)  # last: the others are guarded too
     assert guard.guarded_steps >= 8
     assert all(outcome.stepped for outcome in outcomes.seen)
 
@@ -121,25 +87,23 @@ def test_a_healthy_fused_step_does_not_wait_for_the_device(precision: str) -> No
 def test_the_guard_sees_a_wait() -> None:
     """Without this the test above could pass because nothing is looked for."""
 
-    class Waits(L.Callback):
-        def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: SmallGPT, optimizer: object) -> None:
-            pl_module.losses[-1].item()
-
+    waits = at(lambda _, module: module.losses[-1].item(), "on_before_optimizer_step")
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
-        fit(SmallGPT(), AutocastPrecision("bf16-mixed"), 12, NoDeviceWait(first=3), Waits())
+        train(SmallGPT(), AutocastPrecision("bf16-mixed"), 12, NoDeviceWait(first=3), waits)
 
 
 def test_scale_and_skips_equal_torch_on_planted_overflows() -> None:
     planted, steps, interval = frozenset({2, 3, 9}), 16, 4
     outcomes = Outcomes()
+    outcomes = Outcomes()
     plugin = AutocastPrecision("16-mixed", scaler=LossScaler("cuda", growth_interval=interval))
-    fit(SmallGPT(planted), plugin, steps, outcomes)
+    train(SmallGPT(planted), plugin, steps, outcomes)
 
     module = SmallGPT(planted).cuda()
     optimizer = module.configure_optimizers()
     scaler = torch.amp.GradScaler("cuda", growth_interval=interval)
     expected = []
-    for index, batch in enumerate(RepeatedBatch(steps)):
+    for index, batch in enumerate(repeated_batch(steps)):
         scale = scaler.get_scale()
         with torch.autocast("cuda", dtype=torch.float16):
             loss = module.training_step([tensor.cuda() for tensor in batch], index)

@@ -115,14 +115,6 @@ def test_command_starts_a_function_that_exists():
     assert callable(getattr(importlib.import_module(module_name), function_name))
 
 
-def test_public_names_are_importable():
-    assert [name for name in lightning_mp.__all__ if getattr(lightning_mp, name, None) is None] == []
-
-
-def test_public_names_are_listed_once():
-    assert len(lightning_mp.__all__) == len(set(lightning_mp.__all__))
-
-
 def broken_house_rules(file: Path) -> list[str]:
     text = file.read_text()
     module = ast.parse(text)

@@ -9,44 +9,26 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches
 
-from lightning_mp import (
-    AutocastPrecision,
-    BudgetForecast,
-    ChinchillaBudget,
-    Float8Precision,
-    FSDP2Strategy,
-    LossScaler,
-    MasterWeightsPrecision,
-    MFUMonitor,
-    OverflowMonitor,
-    PipelineParallelStrategy,
-    PrecisionPolicy,
-    ReducedPrecisionDDPStrategy,
-    StopAtBoundary,
-    TF32Precision,
-    UnderflowMonitor,
-    WarmupCosine,
-    preflight,
-)
+import lightning_mp as mp
 
-CALLBACKS: list[Callable[[], Any]] = [OverflowMonitor, MFUMonitor, StopAtBoundary, UnderflowMonitor]
+CALLBACKS: list[Callable[[], Any]] = [mp.OverflowMonitor, mp.MFUMonitor, mp.StopAtBoundary, mp.UnderflowMonitor]
 PLUGINS: list[Callable[[], Any]] = [
-    lambda: AutocastPrecision("bf16-mixed"),
-    lambda: MasterWeightsPrecision("bf16-true"),
-    Float8Precision,
-    TF32Precision,
+    lambda: mp.AutocastPrecision("bf16-mixed"),
+    lambda: mp.MasterWeightsPrecision("bf16-true"),
+    mp.Float8Precision,
+    mp.TF32Precision,
 ]
 STRATEGIES: list[Callable[[], Any]] = [
-    FSDP2Strategy,
-    PipelineParallelStrategy,
-    lambda: ReducedPrecisionDDPStrategy("bf16"),
+    mp.FSDP2Strategy,
+    mp.PipelineParallelStrategy,
+    lambda: mp.ReducedPrecisionDDPStrategy("bf16"),
 ]
 BELONGS = {
     "a callback: use Trainer(callbacks=[...])": CALLBACKS,
     "a precision plugin: use Trainer(plugins=[...])": PLUGINS,
     "a strategy: use Trainer(strategy=...)": STRATEGIES,
-    "AutocastPrecision('16-mixed', scaler=...)": [LossScaler],
-    "a policy: use AutocastPrecision(..., policy=...)": [PrecisionPolicy.default],
+    "AutocastPrecision('16-mixed', scaler=...)": [mp.LossScaler],
+    "a policy: use AutocastPrecision(..., policy=...)": [mp.PrecisionPolicy.default],
 }
 PARTS = [(make, place) for place, parts in BELONGS.items() for make in parts]
 
@@ -65,7 +47,7 @@ def test_an_error_of_the_trainer_says_where_the_part_belongs(make: Any, place: s
     assert place not in repr(part)
 
 
-@pytest.mark.parametrize("make", [*PLUGINS, LossScaler])
+@pytest.mark.parametrize("make", [*PLUGINS, mp.LossScaler])
 def test_a_plugin_among_the_callbacks_is_refused(make: Callable[[], Any]) -> None:
     part = make()
     with pytest.raises(MisconfigurationException, match=rf"{type(part).__name__} was given among the callbacks and is"):
@@ -74,16 +56,16 @@ def test_a_plugin_among_the_callbacks_is_refused(make: Callable[[], Any]) -> Non
 
 @pytest.mark.parametrize(
     "part",
-    [PrecisionPolicy.default(), WarmupCosine(), FSDP2Strategy(), OverflowMonitor],
+    [mp.PrecisionPolicy.default(), mp.WarmupCosine(), mp.FSDP2Strategy(), mp.OverflowMonitor],
     ids=lambda part: str(type(part)),
 )
 def test_preflight_sees_what_lightning_takes_among_the_callbacks(part: Any) -> None:
-    [finding] = preflight(quiet_trainer(callbacks=[part]), Regression(), loader(regression_batches(2))).findings
+    [finding] = mp.preflight(quiet_trainer(callbacks=[part]), Regression(), loader(regression_batches(2))).findings
     assert finding.name == "refused"
     assert "callbacks" in finding.cure
 
 
-@pytest.mark.parametrize("make", [OverflowMonitor, lambda: BudgetForecast("loss")])
+@pytest.mark.parametrize("make", [mp.OverflowMonitor, lambda: mp.BudgetForecast("loss")])
 def test_a_callback_that_is_given_twice_is_refused_by_its_name(make: Callable[[], Any]) -> None:
     first, second = make(), make()
     with pytest.raises(MisconfigurationException, match=f"more than one {type(first).__name__}, and one is enough"):
@@ -101,7 +83,7 @@ def test_a_forecast_without_a_loss_warns_when_it_first_looks(every_n_steps: int,
             self.log("loss/train", loss)
             return loss
 
-    forecast = BudgetForecast("train/loss", every_n_steps=every_n_steps)
+    forecast = mp.BudgetForecast("train/loss", every_n_steps=every_n_steps)
     warn = forecast._warn_once
 
     def noted(trainer: pl.Trainer, fit: Any) -> None:
@@ -110,7 +92,7 @@ def test_a_forecast_without_a_loss_warns_when_it_first_looks(every_n_steps: int,
         warn(trainer, fit)
 
     forecast._warn_once = noted  # type: ignore[method-assign]
-    budget = ChinchillaBudget(tokens=48, count=lambda batch: len(batch[1]), landing="ceil")
+    budget = mp.ChinchillaBudget(tokens=48, count=lambda batch: len(batch[1]), landing="ceil")
     trainer = quiet_trainer(callbacks=[forecast, budget], max_epochs=-1)
     with pytest.warns(UserWarning, match=r"BudgetForecast\('train/loss'\) sees no loss: the module logs loss/train"):
         trainer.fit(Model(), loader(regression_batches(12)))

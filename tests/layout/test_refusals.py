@@ -91,10 +91,7 @@ REFUSED: dict[str, tuple[str, Any, Any, list[tuple[Any, Any]]]] = {
         " optimizer step. Leave accumulate_grad_batches out, or remove the callback.",
         TokenModel,
         lambda: {"accumulate_grad_batches": 2, "callbacks": [scheduler(0)]},
-        [
-            (TokenModel, lambda: {"callbacks": [scheduler(0)]}),
-            (TokenModel, lambda: {"accumulate_grad_batches": 2}),
-        ],
+        [(TokenModel, lambda: {"callbacks": [scheduler(0)]}), (TokenModel, lambda: {"accumulate_grad_batches": 2})],
     ),
     "Lightning's scheduler beside ours": (
         "AccumulationScheduler and GradientAccumulationScheduler both set accumulate_grad_batches. Remove the latter"

@@ -215,8 +215,6 @@ def test_only_the_seams_touch_private_names_of_lightning_and_torch():
     assert without_empty(found) == {}
 
 
-# -- what one reads to own a part: its file, those that it imports at module level, and theirs -------------------------
-
 MEAN_LINES, MONITOR_LINES = 4_500, 4_500
 PARTS = {
     name: module

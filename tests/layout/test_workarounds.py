@@ -140,8 +140,7 @@ def flops_of_a_grouped_gradient() -> None:
         subclass_read_with_a_function,
         state_of_an_optimizer_that_has_made_no_step,
         pytest.param(
-            unscaling_in_bf16_on_cuda,
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            unscaling_in_bf16_on_cuda, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
         ),
     ],
 )

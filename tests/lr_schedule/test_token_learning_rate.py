@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from recorded_rates import COSINE, LENGTHS, TOTAL, WSD, Recording, adamw, expected, first, fit, fused, tensor_rate
-from small_models import Regression, loader, quiet_trainer, regression_batches, token_batches
+from small_models import Regression, at, loader, quiet_trainer, regression_batches, token_batches
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -120,9 +120,6 @@ def test_tokens_are_counted_by_a_function() -> None:
     assert rates == [1e-2 * (1 - tokens / 80 / 2) for tokens in range(0, 80, 10)]
 
 
-# -- skipped steps -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("optimizer", [adamw, tensor_rate])
 @pytest.mark.parametrize("plugin", ["fp16", "stock fp16"])
 @pytest.mark.parametrize("on_waste", ["none", "extend", "report"])
@@ -207,14 +204,10 @@ def test_a_step_before_the_first_batch_keeps_its_rate_after_a_fit_that_failed() 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise RuntimeError("planted")
 
-    class Steps(pl.Callback):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            trainer.optimizers[0].step()
-
     rate, module = TokenLearningRate(COSINE, tokens=TOTAL), Recording()
     with pytest.raises(RuntimeError, match="planted"):
         fit(Failing(), [rate])
-    fit(module, [rate, Steps()])
+    fit(module, [rate, at(lambda trainer, _: trainer.optimizers[0].step(), "on_fit_start")])
     assert first(module) == [1e-2, *expected(COSINE, LENGTHS)]
 
 

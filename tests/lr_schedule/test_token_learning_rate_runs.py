@@ -1,21 +1,66 @@
 """TokenLearningRate over whole runs: resumed, on several ranks, cooled down before their time."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lion_pytorch
 import pytest
+import pytorch_optimizer
+import schedulefree
 import torch
 from gloo import process_group, run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from recorded_rates import COSINE, LENGTHS, TOTAL, WSD, Recording, adamw, expected, first, fit, fused, tensor_rate
-from small_models import shard
-from third_party_optimizers import THIRD_PARTY
+from small_models import at, shard
+from torch import Tensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.token_learning_rate import CooldownRequest, TokenLearningRate
 from lightning_mp.lr_schedule.schedules import WarmupStableDecay
+
+__all__ = ["THIRD_PARTY", "ScheduleFree", "StateInConstructor"]
+
+
+class StateInConstructor(torch.optim.Optimizer):
+    """SGD with momentum, whose two buffers are made in the constructor, in a list, and are a gradient behind."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["buffers"] = [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum, before = self.state[parameter]["buffers"]
+                    momentum.mul_(0.9).add_(before)
+                    before.copy_(parameter.grad)
+                    parameter.sub_(momentum + parameter.grad, alpha=group["lr"])
+        return loss
+
+
+def ScheduleFree(params: Any, lr: float = 1e-3) -> torch.optim.Optimizer:
+    """SGD without a schedule, in the mode in which it trains."""
+    optimizer = schedulefree.SGDScheduleFree(params, lr=lr)
+    optimizer.train()
+    return optimizer
+
+
+THIRD_PARTY: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "state in constructor": StateInConstructor,
+    "lion": lion_pytorch.Lion,
+    "adan": pytorch_optimizer.Adan,
+    "lamb": pytorch_optimizer.Lamb,
+    "schedule_free": ScheduleFree,
+}
+
 
 SKIPPED = (0, 3, 4, 9)
 
@@ -24,18 +69,10 @@ def half() -> AutocastPrecision:
     return AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2.0**10))
 
 
-class CoolDownAt(Callback):
+def cool_down_at(rate: TokenLearningRate, batch: int, **how: Any) -> Callback:
     """Calls ``cooldown_now`` in the middle of a micro-batch."""
+    return at(lambda *_: rate.cooldown_now(**how), "on_before_backward", call=batch)
 
-    def __init__(self, rate: TokenLearningRate, at: int, **how: Any) -> None:
-        self.rate, self.at, self.how = rate, at, how
-
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        if pl_module.seen_batches == self.at:
-            self.rate.cooldown_now(**self.how)
-
-
-# -- optimizers --------------------------------------------------------------------------------------------------------
 
 PLUGINS = {
     "no plugin": list,
@@ -67,29 +104,17 @@ def test_every_optimizer_steps_at_the_schedules_rates(kind: str, plugin: str) ->
 def test_a_skipped_step_shows_the_rate_that_the_next_one_uses() -> None:
     """Unfused, so that the optimizer is not called for it."""
 
-    class Shown(Callback):
-        rates: list[float]
-
-        def __init__(self) -> None:
-            self.rates = []
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
-
-    shown, module = Shown(), Recording(adamw, overflows=(7,))
-    fit(module, [shown, TokenLearningRate(COSINE, tokens=TOTAL)], plugins=[half()])
-    assert shown.rates[6] != shown.rates[7] == shown.rates[8]
+    rates: list[float] = []
+    shows = at(lambda trainer, _: rates.append(trainer.optimizers[0].param_groups[0]["lr"]))
+    fit(Recording(adamw, overflows=(7,)), [shows, TokenLearningRate(COSINE, tokens=TOTAL)], plugins=[half()])
+    assert rates[6] != rates[7] == rates[8]
 
 
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
-class SaveEveryStep(Callback):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / f"step={trainer.global_step}.ckpt")
+def save_every_step(folder: Path) -> Callback:
+    return at(lambda trainer, _: trainer.save_checkpoint(folder / f"step={trainer.global_step}.ckpt"))
 
 
 @pytest.mark.parametrize("optimizer", [adamw, fused, tensor_rate])
@@ -105,7 +130,7 @@ def test_a_resumed_run_uses_the_rates_of_one_that_was_not_stopped(
 
     arguments: dict[str, Any] = {"max_epochs": -1}
     straight = Recording(optimizer, overflows=SKIPPED)
-    trainer = fit(straight, [*callbacks(), SaveEveryStep(tmp_path)], plugins=[half()], **arguments)
+    trainer = fit(straight, [*callbacks(), save_every_step(tmp_path)], plugins=[half()], **arguments)
     steps = trainer.global_step
     assert steps == (16 if on_waste == "report" else 20)
     for step in (1, 3, 4, 5, 10, 15):
@@ -123,7 +148,7 @@ def test_another_horizon_after_a_resume_is_followed_and_a_jump_is_warned_of(tmp_
         with pytest.warns(UserWarning, match="max_steps=8 ends before|the run ended after"):
             fit(
                 Recording(),
-                [TokenLearningRate(schedule), ChinchillaBudget(tokens=100), SaveEveryStep(folder)],
+                [TokenLearningRate(schedule), ChinchillaBudget(tokens=100), save_every_step(folder)],
                 **arguments,
             )
         resumed = Recording()
@@ -148,14 +173,14 @@ def test_another_horizon_after_a_resume_is_followed_and_a_jump_is_warned_of(tmp_
 def test_after_a_resume_only_what_is_left_is_counted(
     step: int, limit: dict[str, int], horizon: int, tokens: int, tmp_path: Path
 ) -> None:
-    fit(Recording(), [TokenLearningRate(COSINE, tokens=2 * TOTAL), SaveEveryStep(tmp_path)], max_epochs=2)
+    fit(Recording(), [TokenLearningRate(COSINE, tokens=2 * TOTAL), save_every_step(tmp_path)], max_epochs=2)
     rate = TokenLearningRate(lambda _: 1.0, tokens=horizon)
     with pytest.warns(UserWarning, match=f"a run of batches like the first has about {tokens} tokens"):
         fit(Recording(), [rate], ckpt_path=tmp_path / f"step={step}.ckpt", **({"max_epochs": -1} | limit))
 
 
 def test_a_jump_downwards_is_warned_of_too(tmp_path: Path) -> None:
-    callbacks = [TokenLearningRate(COSINE), ChinchillaBudget(tokens=190), SaveEveryStep(tmp_path)]
+    callbacks = [TokenLearningRate(COSINE), ChinchillaBudget(tokens=190), save_every_step(tmp_path)]
     with pytest.warns(UserWarning, match="max_steps=8 ends before|the run ended after"):
         fit(Recording(), callbacks, max_epochs=-1, max_steps=8)
     again = [TokenLearningRate(COSINE), ChinchillaBudget(tokens=100)]
@@ -164,7 +189,7 @@ def test_a_jump_downwards_is_warned_of_too(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_counts_is_named(tmp_path: Path) -> None:
-    fit(Recording(), [SaveEveryStep(tmp_path)])
+    fit(Recording(), [save_every_step(tmp_path)])
     resumed = Recording()
     with pytest.warns(UserWarning, match="no callback counted the tokens of the 8 steps before; .* begins at 0"):
         fit(resumed, [TokenLearningRate(COSINE, tokens=50)], ckpt_path=tmp_path / "step=8.ckpt")
@@ -177,7 +202,7 @@ def test_a_checkpoint_without_counts_is_named(tmp_path: Path) -> None:
 def test_a_cooldown_begins_with_the_next_step_and_ends_the_run() -> None:
     """Asked for in the 7th micro-batch; the 8th step is the first of the cooldown, over 20 tokens."""
     rate, module = TokenLearningRate(WSD, tokens=1000), Recording()
-    fit(module, [rate, CoolDownAt(rate, 7, tokens=20)], max_epochs=-1)
+    fit(module, [rate, cool_down_at(rate, 7, tokens=20)], max_epochs=-1)
     before = sum(LENGTHS[:7])
     warm = [1e-2 * WSD(sum(LENGTHS[:i]) / 1000) for i in range(7)]
     c = WSD(before / 1000)
@@ -190,7 +215,7 @@ def test_a_cooldown_begins_with_the_next_step_and_ends_the_run() -> None:
 def test_a_cooldown_that_is_asked_for_inside_of_a_window_begins_with_the_next() -> None:
     """Ranks add up their requests where a window opens: once per step, however many micro-batches it has."""
     rate, module = TokenLearningRate(WSD, tokens=1000), Recording()
-    fit(module, [rate, CoolDownAt(rate, 7, tokens=29)], accumulate_grad_batches=2, max_epochs=-1)
+    fit(module, [rate, cool_down_at(rate, 7, tokens=29)], accumulate_grad_batches=2, max_epochs=-1)
     windows = [sum(LENGTHS[i : i + 2]) for i in range(0, 12, 2)]
     before = sum(windows[:4])
     falling = [1e-2 * WSD(before / 1000) * (1 - u**0.5) for u in (0, windows[4] / 29)]
@@ -201,7 +226,7 @@ def test_a_cooldown_that_is_asked_for_inside_of_a_window_begins_with_the_next() 
 def test_a_skip_inside_of_a_cooldown_makes_the_rest_of_it_shorter() -> None:
     """Also where the horizon was given in tokens: the run ends where the cooldown was to end."""
     rate, module = TokenLearningRate(WSD, tokens=1000), Recording(adamw, overflows=(9,))
-    fit(module, [rate, CoolDownAt(rate, 7, tokens=40)], plugins=[half()], max_epochs=-1)
+    fit(module, [rate, cool_down_at(rate, 7, tokens=40)], plugins=[half()], max_epochs=-1)
     # after 14 of 40 tokens 5 are lost: 21 are left for the rest
     way = [0, 6 / 40, 14 / 40, *(14 / 40 + 26 / 40 * tokens / 21 for tokens in (7, 16, 20))]
     falling = [1e-2 * WSD(sum(LENGTHS[:7]) / 1000) * (1 - u**0.5) for u in way]
@@ -211,14 +236,14 @@ def test_a_skip_inside_of_a_cooldown_makes_the_rest_of_it_shorter() -> None:
 def test_a_cooldown_with_a_budget_lands_on_it_to_the_token() -> None:
     rate, module = TokenLearningRate(WSD), Recording()
     budget = ChinchillaBudget(tokens=1000)
-    fit(module, [rate, budget, CoolDownAt(rate, 7, tokens=22)], max_epochs=-1)
+    fit(module, [rate, budget, cool_down_at(rate, 7, tokens=22)], max_epochs=-1)
     assert budget.tokens_seen == budget.budget_tokens == sum(LENGTHS[:7]) + 22 == module.trained_tokens
     assert budget.reached
 
 
 def test_another_trainer_knows_nothing_of_a_cooldown() -> None:
     rate, cooled, module = TokenLearningRate(WSD, tokens=TOTAL), Recording(), Recording()
-    fit(cooled, [rate, CoolDownAt(rate, 7, tokens=20)])
+    fit(cooled, [rate, cool_down_at(rate, 7, tokens=20)])
     fit(module, [rate])
     assert first(module) == expected(WSD, LENGTHS)
     assert not rate.is_cooling_down
@@ -227,7 +252,7 @@ def test_another_trainer_knows_nothing_of_a_cooldown() -> None:
 def test_a_cooldown_never_passes_the_budget() -> None:
     rate, module = TokenLearningRate(WSD), Recording()
     budget = ChinchillaBudget(tokens=TOTAL)
-    fit(module, [rate, budget, CoolDownAt(rate, 7, tokens="1M")], max_epochs=-1)
+    fit(module, [rate, budget, cool_down_at(rate, 7, tokens="1M")], max_epochs=-1)
     assert module.trained_tokens == TOTAL
 
 
@@ -235,7 +260,7 @@ def test_by_default_the_run_ends_as_if_it_had_been_planned_so() -> None:
     """WSD for 400 tokens; after 70 a cooldown over 30% of the whole, which then has 100."""
     long = WarmupStableDecay(warmup=0.025, decay=0.3)
     rate, early = TokenLearningRate(long), Recording()
-    fit(early, [rate, ChinchillaBudget(tokens=400), CoolDownAt(rate, 7)], [10] * 40, max_epochs=-1)
+    fit(early, [rate, ChinchillaBudget(tokens=400), cool_down_at(rate, 7)], [10] * 40, max_epochs=-1)
     planned = Recording()
     fit(planned, [TokenLearningRate(WarmupStableDecay(warmup=0.1, decay=0.3)), ChinchillaBudget(tokens=100)], [10] * 40)
     assert first(early) == pytest.approx(first(planned), rel=1e-9)
@@ -250,7 +275,7 @@ def test_a_cooldown_goes_on_after_a_resume(with_budget: bool, tmp_path: Path) ->
 
     arguments: dict[str, Any] = {"max_epochs": -1}
     straight, (rate, others) = Recording(fused, overflows=SKIPPED), callbacks()
-    fit(straight, [*others, CoolDownAt(rate, 6, tokens=40), SaveEveryStep(tmp_path)], plugins=[half()], **arguments)
+    fit(straight, [*others, cool_down_at(rate, 6, tokens=40), save_every_step(tmp_path)], plugins=[half()], **arguments)
     steps = len(straight.rates)
     assert steps == 12
     for step in range(6, steps):
@@ -268,7 +293,7 @@ def test_cooling_down_from_a_checkpoint(tmp_path: Path) -> None:
     with pytest.warns(
         UserWarning, match="ended after 42 tokens: it is 376% longer|the run ends before its cooldown does"
     ):
-        fit(Recording(), [TokenLearningRate(WSD, tokens=200), SaveEveryStep(tmp_path)], **arguments)
+        fit(Recording(), [TokenLearningRate(WSD, tokens=200), save_every_step(tmp_path)], **arguments)
     rate, module = TokenLearningRate(WSD, tokens=200), Recording()
     rate.cooldown_now(tokens=30)
     fit(module, [rate], ckpt_path=tmp_path / "step=7.ckpt", max_epochs=-1)
@@ -310,7 +335,7 @@ def test_all_ranks_cool_down_when_one_is_told() -> None:
     def train(rank: int) -> tuple[list[float], int | None, int]:
         rate, module = TokenLearningRate(WSD), Recording()
         budget = ChinchillaBudget(tokens=1000)
-        told = [CoolDownAt(rate, 2, tokens=24)] if rank == 1 else []
+        told = [cool_down_at(rate, 2, tokens=24)] if rank == 1 else []
         fit(module, [rate, budget, *told], COUNTS[rank], max_epochs=-1, **ddp())
         return first(module), budget.budget_tokens, budget.tokens_seen
 
@@ -338,7 +363,7 @@ def test_a_request_on_its_way_between_ranks_is_saved() -> None:
 def test_a_cooldown_that_meets_a_skipped_step_is_shorter_by_its_tokens(optimizer: Any) -> None:
     """Whether the optimizer is called for a skipped step, as a fused one is, or not."""
     rate, module = TokenLearningRate(WSD, tokens=1000), Recording(optimizer, overflows=(7,))
-    fit(module, [rate, CoolDownAt(rate, 7, tokens=20)], plugins=[half()], max_epochs=-1)
+    fit(module, [rate, cool_down_at(rate, 7, tokens=20)], plugins=[half()], max_epochs=-1)
     start = WSD(sum(LENGTHS[:7]) / 1000)
     falling = [1e-2 * start * (1 - (tokens / (20 - LENGTHS[7])) ** 0.5) for tokens in (0, 8, 13)]
     assert first(module)[7 + (optimizer is fused) :] == pytest.approx(falling, rel=1e-9)
@@ -347,7 +372,7 @@ def test_a_cooldown_that_meets_a_skipped_step_is_shorter_by_its_tokens(optimizer
 def test_a_cooldown_that_waits_for_a_step_is_saved(tmp_path: Path) -> None:
     """Ranks have agreed on it, and the step that it was to begin with was skipped."""
     rate, straight = TokenLearningRate(WSD, tokens=1000), Recording(adamw, overflows=(7,))
-    callbacks = [rate, CoolDownAt(rate, 7, tokens=20), SaveEveryStep(tmp_path)]
+    callbacks = [rate, cool_down_at(rate, 7, tokens=20), save_every_step(tmp_path)]
     fit(straight, callbacks, plugins=[half()], max_epochs=-1)
     resumed = Recording()
     path = tmp_path / "step=8.ckpt"
@@ -385,7 +410,7 @@ def test_sharded_optimizers_resume_at_the_same_rate(tmp_path: Path) -> None:
             return TokenLearningRate(COSINE, tokens=sum(SUMS))
 
         straight, resumed = Sharded(fused), Sharded(fused)
-        fit(straight, [rate(), SaveEveryStep(tmp_path)], COUNTS[rank], **arguments())
+        fit(straight, [rate(), save_every_step(tmp_path)], COUNTS[rank], **arguments())
         fit(resumed, [rate()], COUNTS[rank], ckpt_path=tmp_path / "step=4.ckpt", **arguments())
         return first(straight), first(resumed)
 
@@ -406,7 +431,7 @@ def test_a_window_without_a_loss_does_not_break_a_resume(tmp_path: Path) -> None
         return [AutocastPrecision("bf16-mixed")]
 
     straight = Absent()
-    fit(straight, [TokenLearningRate(COSINE, tokens=TOTAL), SaveEveryStep(tmp_path)], plugins=plugins())
+    fit(straight, [TokenLearningRate(COSINE, tokens=TOTAL), save_every_step(tmp_path)], plugins=plugins())
     assert len(straight.rates) == 16
     for step in (5, 6, 8, 9):
         resumed = Absent()

@@ -101,9 +101,6 @@ def test_factors_rise_then_fall_and_stay_between_their_ends(
         assert schedule(0.0) == (start if warmup else 1.0)
 
 
-# -- the run on its schedule -------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.tuples(st.integers(1, 50), st.booleans()), min_size=1, max_size=30))
 def test_a_skip_holds_the_factor_and_the_schedule_still_ends_with_the_run(windows: list[tuple[int, bool]]) -> None:
     """Skipped tokens are spent: whatever is skipped, the last token of the run is the end of the schedule."""

@@ -17,28 +17,7 @@ from small_models import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_mp import (
-    AccumulationScheduler,
-    ActivationCheckpointing,
-    AutocastPrecision,
-    ChinchillaBudget,
-    Float8Precision,
-    GradientNoiseScale,
-    LossScaler,
-    MasterWeightsPrecision,
-    MFUMonitor,
-    MicroBatchOnOOM,
-    OverflowMonitor,
-    OverflowPostMortem,
-    PipelineParallelStrategy,
-    PrecisionAudit,
-    RankWatchdog,
-    ReducedPrecisionDDPStrategy,
-    StopAtBoundary,
-    TokenLearningRate,
-    UnderflowMonitor,
-    WarmupCosine,
-)
+import lightning_mp as mp
 from lightning_mp.core.patches import Patch
 from lightning_mp.pipelining import pipelined_loss
 
@@ -64,7 +43,7 @@ class Copied(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.check_copies(f"training_step {batch_idx}")
-        if isinstance(self.trainer.strategy, PipelineParallelStrategy):
+        if isinstance(self.trainer.strategy, mp.PipelineParallelStrategy):
             return pipelined_loss(self, batch)
         loss = self.pipeline_loss(self.layers(batch[0]), batch)
         self.log("loss", loss)
@@ -81,7 +60,7 @@ class Copied(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
-        if any(isinstance(callback, TokenLearningRate) for callback in self.trainer.callbacks):
+        if any(isinstance(callback, mp.TokenLearningRate) for callback in self.trainer.callbacks):
             return optimizer
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
@@ -128,47 +107,43 @@ def has_no_part_in_the_run(copied: nn.Module, module: nn.Module) -> None:
 
 def everything() -> list[Any]:
     return [
-        AccumulationScheduler({0: 2}, carry_over=True),
-        ActivationCheckpointing(["layers.2"]),
+        mp.AccumulationScheduler({0: 2}, carry_over=True),
+        mp.ActivationCheckpointing(["layers.2"]),
         EMAWeightAveraging(),
-        GradientNoiseScale(),
-        OverflowMonitor(),
-        OverflowPostMortem(),
-        PrecisionAudit(),
-        StopAtBoundary(),
-        UnderflowMonitor(every_n_steps=1, watch=("gradients", "activations")),
+        mp.GradientNoiseScale(),
+        mp.OverflowMonitor(),
+        mp.OverflowPostMortem(),
+        mp.PrecisionAudit(),
+        mp.StopAtBoundary(),
+        mp.UnderflowMonitor(every_n_steps=1, watch=("gradients", "activations")),
     ]
 
 
 STOCK = {"precision": "bf16-mixed"}
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "AutocastPrecision in bf16": lambda: {"plugins": [AutocastPrecision("bf16-mixed")]},
-    "AutocastPrecision in fp16": lambda: {"plugins": [AutocastPrecision("16-mixed")]},
-    "a policy": lambda: {"plugins": [AutocastPrecision("bf16-mixed", policy={"layers.2": "fp32", "softmax": "fp32"})]},
-    "masters": lambda: {"plugins": [MasterWeightsPrecision("16-true")]},
-    "masters in 16 bits": lambda: {"plugins": [MasterWeightsPrecision("bf16-true", storage="remainder")]},
-    "Float8Precision": lambda: {
-        "plugins": [Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False)]
+    "AutocastPrecision in bf16": lambda: {"plugins": [mp.AutocastPrecision("bf16-mixed")]},
+    "AutocastPrecision in fp16": lambda: {"plugins": [mp.AutocastPrecision("16-mixed")]},
+    "a policy": lambda: {
+        "plugins": [mp.AutocastPrecision("bf16-mixed", policy={"layers.2": "fp32", "softmax": "fp32"})]
     },
-    "OverflowMonitor on a stock plugin": lambda: STOCK | {"callbacks": [OverflowMonitor()]},
-    "UnderflowMonitor": lambda: STOCK | {"callbacks": [UnderflowMonitor(every_n_steps=1, watch="activations")]},
-    "PrecisionAudit": lambda: STOCK | {"callbacks": [PrecisionAudit()]},
-    "windows over epochs": lambda: STOCK | {"callbacks": [AccumulationScheduler({0: 3}, carry_over=True)]},
-    "held checkpoints": lambda: (
-        STOCK
-        | {
-            "callbacks": [AccumulationScheduler({0: 3})],
-            "enable_checkpointing": True,
-        }
-    ),
-    "MicroBatchOnOOM": lambda: STOCK | {"callbacks": [MicroBatchOnOOM()]},
-    "ChinchillaBudget": lambda: STOCK | {"callbacks": [ChinchillaBudget(tokens=70)]},
-    "MFUMonitor": lambda: STOCK | {"callbacks": [MFUMonitor(peak_flops=1e12)]},
-    "TokenLearningRate": lambda: STOCK | {"callbacks": [TokenLearningRate(WarmupCosine(), tokens=99)]},
-    "RankWatchdog": lambda: STOCK | {"callbacks": [RankWatchdog()]},
-    "everything": lambda: {"plugins": [AutocastPrecision("16-mixed")], "callbacks": everything()},
-    "PipelineParallelStrategy": lambda: {"strategy": PipelineParallelStrategy(), "precision": "32-true"},
-    "ReducedPrecisionDDPStrategy": lambda: STOCK | {"strategy": ReducedPrecisionDDPStrategy("bf16")},
+    "masters": lambda: {"plugins": [mp.MasterWeightsPrecision("16-true")]},
+    "masters in 16 bits": lambda: {"plugins": [mp.MasterWeightsPrecision("bf16-true", storage="remainder")]},
+    "Float8Precision": lambda: {
+        "plugins": [mp.Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False)]
+    },
+    "OverflowMonitor on a stock plugin": lambda: STOCK | {"callbacks": [mp.OverflowMonitor()]},
+    "UnderflowMonitor": lambda: STOCK | {"callbacks": [mp.UnderflowMonitor(every_n_steps=1, watch="activations")]},
+    "PrecisionAudit": lambda: STOCK | {"callbacks": [mp.PrecisionAudit()]},
+    "windows over epochs": lambda: STOCK | {"callbacks": [mp.AccumulationScheduler({0: 3}, carry_over=True)]},
+    "held checkpoints": lambda: STOCK | {"callbacks": [mp.AccumulationScheduler({0: 3})], "enable_checkpointing": True},
+    "MicroBatchOnOOM": lambda: STOCK | {"callbacks": [mp.MicroBatchOnOOM()]},
+    "ChinchillaBudget": lambda: STOCK | {"callbacks": [mp.ChinchillaBudget(tokens=70)]},
+    "MFUMonitor": lambda: STOCK | {"callbacks": [mp.MFUMonitor(peak_flops=1e12)]},
+    "TokenLearningRate": lambda: STOCK | {"callbacks": [mp.TokenLearningRate(mp.WarmupCosine(), tokens=99)]},
+    "RankWatchdog": lambda: STOCK | {"callbacks": [mp.RankWatchdog()]},
+    "everything": lambda: {"plugins": [mp.AutocastPrecision("16-mixed")], "callbacks": everything()},
+    "PipelineParallelStrategy": lambda: {"strategy": mp.PipelineParallelStrategy(), "precision": "32-true"},
+    "ReducedPrecisionDDPStrategy": lambda: STOCK | {"strategy": mp.ReducedPrecisionDDPStrategy("bf16")},
 }
 
 
@@ -186,7 +161,7 @@ def test_a_module_can_be_copied_wherever_in_a_fit(part):
 def test_a_module_can_be_copied_in_a_step_that_is_replayed():
     """E18: with hooks on every layer."""
     module = Copied()
-    plugin = AutocastPrecision("16-mixed")
+    plugin = mp.AutocastPrecision("16-mixed")
     ran = []
 
     def training_step(batch: Any, batch_idx: int) -> Tensor:
@@ -195,7 +170,7 @@ def test_a_module_can_be_copied_in_a_step_that_is_replayed():
         return loss
 
     Patch(module, "training_step", training_step)
-    post_mortem = OverflowPostMortem(replay=True)
+    post_mortem = mp.OverflowPostMortem(replay=True)
     quiet_trainer(plugins=[plugin], callbacks=[post_mortem], max_steps=-1, limit_train_batches=2).fit(module)
     assert post_mortem.reports
     assert ran.count(0) > 1  # the replay
@@ -225,10 +200,10 @@ class Spawned(Copied):
 
 
 PLUGINS: dict[str, Callable[[], Any]] = {
-    "AutocastPrecision": lambda: AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=256.0)),
-    "Float8Precision": lambda: Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False),
-    "fp32": lambda: MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=256.0)),
-    "remainder": lambda: MasterWeightsPrecision("bf16-true", storage="remainder"),
+    "AutocastPrecision": lambda: mp.AutocastPrecision("16-mixed", scaler=mp.LossScaler(init_scale=256.0)),
+    "Float8Precision": lambda: mp.Float8Precision(emulate=True, skip_small=False, skip_first_and_last=False),
+    "fp32": lambda: mp.MasterWeightsPrecision("16-true", scaler=mp.LossScaler(init_scale=256.0)),
+    "remainder": lambda: mp.MasterWeightsPrecision("bf16-true", storage="remainder"),
 }
 COPIES: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda plugin: pickle.loads(pickle.dumps(plugin)),

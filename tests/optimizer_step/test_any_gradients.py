@@ -228,9 +228,6 @@ def test_bad_steps_leave_no_trace_in_2_000_steps_of_an_optimizer(optimizer: type
 
 
 @settings(max_examples=12, deadline=None)
-@given(
-    way=st.sampled_from(WAYS),
-    kinds=st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=14),
-)
+@given(way=st.sampled_from(WAYS), kinds=st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=14))
 def test_any_short_sequence_leaves_no_trace(way: tuple[type[Optimizer], str], kinds: list[str]) -> None:
     check((by_hand, by_plugin), *way, kinds)

@@ -310,10 +310,7 @@ def test_both_causes_of_such_steps_are_named_and_another_scale_tells_them_apart(
             fit(make(), regression_batches(12), plugin=AutocastPrecision("16-mixed", scaler=scaler))
         found = [text for w in caught if "had no gradient, or zeros, at loss scale" in (text := str(w.message))]
         assert len(found) == is_idle
-        for part in (
-            "Remove code that clears or replaces non-finite gradients",
-            "if gradients underflow (zeros at",
-        ):
+        for part in ("Remove code that clears or replaces non-finite gradients", "if gradients underflow (zeros at"):
             assert all(part in text for text in found)
 
 

@@ -10,17 +10,7 @@ from gradient_counter import CountGradientTraffic
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import (
-    Regression,
-    adamw,
-    fit,
-    fused_adamw,
-    loader,
-    quiet_trainer,
-    regression_batches,
-    sgd,
-    weights,
-)
+from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
 from torch.optim import lr_scheduler
 
 from lightning_mp import OverflowMonitor

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_same_ranks as run_ranks
-from lightning.pytorch.callbacks import Callback
 from pipelined_models import PipelinedMLP
 from pipelined_models import fit as fit_pipeline
-from small_models import Regression, fit, regression_batches, sgd, weights
+from small_models import Outcomes, Regression, fit, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, FSDP2Strategy, LossScaler, MasterWeightsPrecision, PipelineParallelStrategy
@@ -19,12 +18,8 @@ def scaler() -> LossScaler:
     return LossScaler("cpu", init_scale=1024.0, growth_interval=1, max_scale=2.0**16)
 
 
-class Outcomes(Callback):
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, bool]] = []
-
-    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
-        self.seen.append((outcome.loss_scale, outcome.stepped))
+def scales_and_steps(outcomes: Outcomes) -> list[tuple[float, bool]]:
+    return [(outcome.loss_scale, outcome.stepped) for outcome in outcomes.seen]
 
 
 class FrozenEnd(PipelinedMLP):
@@ -52,7 +47,7 @@ def test_a_pipeline_stage_that_is_frozen(frozen: slice, fused: bool) -> None:
         module = FrozenEnd(frozen, fused)
         fit_pipeline(module, strategy, devices, plugin=plugin, callbacks=[outcomes], max_epochs=1, limit_val_batches=0)
         assert plugin.scaler is not None
-        return outcomes.seen, plugin.scaler.get_scale()
+        return scales_and_steps(outcomes), plugin.scaler.get_scale()
 
     first, second = run_ranks(rank_, 2)
     assert first == second == run_ranks(lambda rank: rank_(rank, devices=1), 1)[0]
@@ -89,7 +84,7 @@ def test_two_optimizers_of_which_one_has_no_gradients_on_one_rank() -> None:
         plugin, outcomes = AutocastPrecision("16-mixed", scaler=scaler()), Outcomes()
         fit(TwoOptimizers(lonely=rank == 1), regression_batches(4), outcomes, strategy="ddp", devices=2, plugin=plugin)
         assert plugin.scaler is not None
-        return outcomes.seen, plugin.scaler.get_scale()
+        return scales_and_steps(outcomes), plugin.scaler.get_scale()
 
     first, second = run_ranks(rank_, 2)
     assert first == second
@@ -116,7 +111,7 @@ def test_a_rank_that_has_scaled_no_loss_has_the_same_scale_as_the_others() -> No
         module = Alone(sgd, overflows={1})
         fit(module, regression_batches(3), outcomes, strategy="ddp", devices=2, plugin=plugin)
         assert plugin.scaler is not None
-        return outcomes.seen, plugin.scaler.get_scale()
+        return scales_and_steps(outcomes), plugin.scaler.get_scale()
 
     first, second = run_ranks(rank_, 2)
     assert first == second
@@ -145,7 +140,7 @@ def test_a_rank_whose_shards_are_empty(masters: bool) -> None:
         strategy = FSDP2Strategy()
         fit(Small(overflows={1}), regression_batches(4), outcomes, strategy=strategy, devices=2, plugin=plugin)
         assert plugin.scaler is not None
-        return outcomes.seen, plugin.scaler.get_scale()
+        return scales_and_steps(outcomes), plugin.scaler.get_scale()
 
     first, second = run_ranks(rank_, 2)
     assert first == second

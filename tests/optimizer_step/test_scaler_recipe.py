@@ -291,10 +291,7 @@ class TwoRates(pl.LightningModule):
         return [self.make_optimizer(part.parameters()) for part in (self.fast, self.slow)]
 
 
-PLUGINS = {
-    "autocast": partial(AutocastPrecision, "16-mixed"),
-    "masters": partial(MasterWeightsPrecision, "16-true"),
-}
+PLUGINS = {"autocast": partial(AutocastPrecision, "16-mixed"), "masters": partial(MasterWeightsPrecision, "16-true")}
 
 
 def same_windows(runs: Sequence[tuple[TwoRates, int]], plugin: str, scale: float, batches: int, windows: int) -> None:

@@ -11,9 +11,11 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from small_models import (
+    Outcomes,
     Regression,
     StepsByHand,
     adamw,
+    at,
     fused_adamw,
     loader,
     quiet_trainer,
@@ -79,20 +81,6 @@ def stock(init_scale: float = 2.0**10) -> MixedPrecision:
 
 #: name -> precision plugin, callbacks that bring the holds
 PLUGINS = {"ours": (ours, list), "stock": (stock, lambda: [OverflowMonitor()])}
-
-
-class Outcomes(Callback):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-        self.known_at_batch: list[int] = []
-        self.batch_idx = -1
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self.batch_idx = batch_idx
-
-    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
-        self.seen.append(outcome)
-        self.known_at_batch.append(self.batch_idx)
 
 
 def fit(plugin: Any, callbacks: Iterable[Callback], module: Regression, **arguments: Any) -> pl.Trainer:
@@ -277,10 +265,14 @@ def test_outcomes_come_at_once_and_of_fused_steps_one_step_later(
 ) -> None:
     """D46: Lightning has no hook after the optimizer step. The last fused step is settled at the end of the run."""
     make_plugin, make_callbacks = PLUGINS[plugin]
-    outcomes = Outcomes()
-    fit(make_plugin(), [outcomes, *make_callbacks()], Regression(optimizer, overflows=OVERFLOWS))
+    outcomes, batches, known_at_batch_ = Outcomes(), [], []
+    noting = [
+        at(lambda trainer, _: batches.append(trainer.fit_loop.epoch_loop.batch_idx), "on_train_batch_start"),
+        at(lambda *_: known_at_batch_.append(batches[-1]), "on_after_optimizer_step"),
+    ]
+    fit(make_plugin(), [outcomes, *noting, *make_callbacks()], Regression(optimizer, overflows=OVERFLOWS))
     assert [o.step_index for o in outcomes.seen if o.skipped] == list(OVERFLOWS)
-    assert outcomes.known_at_batch == known_at_batch
+    assert known_at_batch_ == known_at_batch
 
 
 def test_an_outcome_holds_scale_norm_and_names() -> None:
@@ -298,15 +290,9 @@ def test_an_outcome_holds_scale_norm_and_names() -> None:
     assert healthy.nonfinite_parameters() == []
 
 
-class Writes(Callback):
+def writing(how: Any) -> Callback:
     """Writes into the gradients that it is shown, in one step; ``how`` is given a parameter."""
-
-    def __init__(self, how: Any, step: int = 1) -> None:
-        self.how, self.step = how, step
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if trainer.global_step == self.step:
-            self.how(pl_module.net[0].weight)
+    return at(lambda _, module: how(module.net[0].weight), "on_before_optimizer_step", step=1)
 
 
 def writes_nan(weight: Any) -> None:
@@ -336,7 +322,7 @@ def test_what_a_hook_writes_is_checked_before_it_is_stepped_with(
     made = {"16-mixed": ours, "masters": lambda: MasterWeightsPrecision("bf16-true")}
     arguments = {} if clip is None else {"gradient_clip_algorithm": clip[0], "gradient_clip_val": clip[1]}
     plugin = made.get(precision, lambda: AutocastPrecision("bf16-mixed"))()
-    fit(plugin, [Writes(write), outcomes], module, **arguments)
+    fit(plugin, [writing(write), outcomes], module, **arguments)
     assert [o.step_index for o in outcomes.seen if o.skipped] == [1]
     assert outcomes.seen[1].nonfinite_parameters() == ["net.0.weight"]
     assert all(torch.isfinite(w).all() for w in weights(module))
@@ -355,7 +341,7 @@ def test_a_gradient_that_a_hook_brings_along_is_checked() -> None:
 
     for how in (brings, replaces):
         outcomes, module = Outcomes(), Unused()
-        fit(AutocastPrecision("bf16-mixed"), [Writes(how), outcomes], module)
+        fit(AutocastPrecision("bf16-mixed"), [writing(how), outcomes], module)
         assert [o.step_index for o in outcomes.seen if o.skipped][:1] == [1]
         assert all(torch.isfinite(w).all() for w in weights(module))
 

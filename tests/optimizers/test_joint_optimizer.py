@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import quiet_trainer
+from small_models import at, quiet_trainer, saving
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
@@ -349,13 +349,10 @@ PLUGINS = {
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_resumed_run_equals_the_uninterrupted_one(name: str, tmp_path: object) -> None:
-    class Save(pl.Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            trainer.save_checkpoint(f"{tmp_path}/{trainer.current_epoch}.ckpt")
-
     uninterrupted, resumed = Module(), Module()
     usual = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
-    trainer(plugins=[PLUGINS[name]()], callbacks=[Save()], **usual).fit(uninterrupted, loader())
+    saves = at(saving(f"{tmp_path}/0.ckpt"), "on_train_epoch_end", call=1)
+    trainer(plugins=[PLUGINS[name]()], callbacks=[saves], **usual).fit(uninterrupted, loader())
     trainer(plugins=[PLUGINS[name]()], **usual).fit(resumed, loader(), ckpt_path=f"{tmp_path}/0.ckpt")
     assert_equal_weights(uninterrupted, resumed)
     assert not torch.equal(uninterrupted.net[1].weight.float(), make_net()[1].weight)
@@ -419,11 +416,8 @@ def test_checkpoints_of_two_optimizers_resume_in_a_joint_one(tmp_path: object) -
     first.save_checkpoint(f"{tmp_path}/two.ckpt")
     held = {}
 
-    class Look(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            held.update(copy.deepcopy(trainer.optimizers[0].state_dict()))
-
-    trainer(plugins=[AutocastPrecision("bf16-mixed")], callbacks=[Look()]).fit(
+    looks = at(lambda trainer, _: held.update(copy.deepcopy(trainer.optimizers[0].state_dict())), "on_train_start")
+    trainer(plugins=[AutocastPrecision("bf16-mixed")], callbacks=[looks]).fit(
         joint, loader(), ckpt_path=f"{tmp_path}/two.ckpt"
     )
     states = [optimizer.state_dict()["state"] for optimizer in manual.trainer.optimizers]

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from small_models import WIDTH, ResumableLoader, loader, quiet_trainer, regression_batches
+from small_models import WIDTH, ResumableLoader, at, loader, quiet_trainer, regression_batches, saving
 from torch import nn
 from torch.optim import Muon
 
@@ -119,18 +119,6 @@ def evaluate(net: nn.Module) -> list[float]:
         return [loss_of(net, batch).item() for batch in HELD_OUT]
 
 
-class SaveOnce(pl.Callback):
-    """Saves at one step, from one hook; ``on_validation_end`` is where ModelCheckpoint saves."""
-
-    def __init__(self, hook: str, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-        setattr(self, hook, self.save)
-
-    def save(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 4), ("on_validation_end", 6)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", [pytest.param(n, marks=pytest.mark.full if n in SLOW else ()) for n in PLUGINS])
@@ -139,7 +127,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     straight, resumed = Module(OPTIMIZERS[name]), Module(OPTIMIZERS[name])
     path = tmp_path / "once.ckpt"
-    fit(straight, PLUGINS[precision](), callbacks=[SaveOnce(hook, step, path)], max_epochs=3)
+    # on_validation_end is where ModelCheckpoint saves
+    fit(straight, PLUGINS[precision](), callbacks=[at(saving(path), hook, step=step)], max_epochs=3)
     fit(resumed, PLUGINS[precision](), path, max_epochs=3)
     assert all(map(torch.equal, resumed.net.state_dict().values(), straight.net.state_dict().values()))
     assert len(resumed.validated) > 4

@@ -13,7 +13,7 @@ from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.strategies import DDPStrategy
 from pipelined_models import PipelinedGPT, token_batches
 from pipelined_models import fit as fit_pipeline
-from small_models import WIDTH, ResumableLoader, loader, quiet_trainer, regression_batches
+from small_models import WIDTH, ResumableLoader, at, loader, quiet_trainer, regression_batches, saving
 from torch import Tensor, nn
 from torch.optim import Muon
 
@@ -58,10 +58,7 @@ def muon_and_adamw(net: nn.Module) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd, "radam": radam, "beside muon": muon_and_adamw}
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
-    "fsdp2": fsdp2,
-}
+STRATEGIES: dict[str, Callable[[], Any]] = {"ddp": lambda: DDPStrategy(process_group_backend="gloo"), "fsdp2": fsdp2}
 
 
 class Module(pl.LightningModule):
@@ -93,22 +90,11 @@ def train(rank: int, make: Any, strategy: Any, plugin: Any, steps: int = STEPS, 
         max_steps=steps,
         val_check_interval=5,
         num_sanity_val_steps=0,
-        callbacks=[] if save_to is None else [SaveDuringTraining(SAVED_AT, save_to)],
+        callbacks=[] if save_to is None else [at(saving(save_to), step=SAVED_AT)],  # with the weights that are trained
     )
     rows = [[part[rank::2] for part in batch] for batch in ROWS]
     trainer.fit(module, ResumableLoader(rows), loader(HELD_OUT), **arguments)
     return module
-
-
-class SaveDuringTraining(pl.Callback):
-    """Saves after a step, when the weights are those that are trained."""
-
-    def __init__(self, step: int, path: Path) -> None:
-        self.step, self.path = step, path
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
 
 
 def by_hand(make: Any) -> tuple[list[dict[str, Tensor]], dict[str, Tensor], dict[str, Tensor]]:

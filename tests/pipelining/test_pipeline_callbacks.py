@@ -11,18 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, token_batches
 from torch import nn
 
-from lightning_mp import (
-    AccumulationScheduler,
-    ActivationCheckpointing,
-    AutocastPrecision,
-    ChinchillaBudget,
-    GradientNoiseScale,
-    LossScaler,
-    MFUMonitor,
-    MicroBatchOnOOM,
-    OverflowPostMortem,
-    UnderflowMonitor,
-)
+import lightning_mp as mp
 from lightning_mp.strategies.pipeline import PipelineParallelStrategy
 
 
@@ -31,7 +20,7 @@ def run(strategy, devices, callbacks, module=PipelinedGPT, **trainer_args):
 
     def rank(_):
         model = module(torch.optim.AdamW, lr=1e-3)
-        plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2**12))
+        plugin = mp.AutocastPrecision("16-mixed", scaler=mp.LossScaler(init_scale=2**12))
         trainer = fit(
             model,
             strategy(),
@@ -58,7 +47,7 @@ def test_a_budget_by_parameters_is_that_of_the_whole_model():
     """Each stage would stop at its own budget, and wait for the others."""
 
     def rank(strategy, devices):
-        module, budget = PipelinedGPT(), ChinchillaBudget(tokens_per_parameter=0.05)
+        module, budget = PipelinedGPT(), mp.ChinchillaBudget(tokens_per_parameter=0.05)
         fit(module, strategy, devices, callbacks=[budget], train=token_batches(32, 8), max_epochs=-1)
         return budget.budget_tokens, budget.tokens_spent, module.train_losses
 
@@ -73,7 +62,7 @@ def test_a_budget_by_parameters_is_that_of_the_whole_model():
 @pytest.mark.full
 def test_windows_are_weighted_by_tokens_over_batches_and_microbatches():
     """Promise 4."""
-    wanted, got = both(lambda: [AccumulationScheduler({0: 1, 2: 2}, unit="step", weight_by="token")])
+    wanted, got = both(lambda: [mp.AccumulationScheduler({0: 1, 2: 2}, unit="step", weight_by="token")])
     for _, losses, steps in got:
         assert losses == pytest.approx(wanted[1], rel=1e-4)
         assert steps == wanted[2]
@@ -82,7 +71,7 @@ def test_windows_are_weighted_by_tokens_over_batches_and_microbatches():
 @pytest.mark.full
 def test_lost_gradients_are_counted_on_all_stages():
     def callbacks():
-        return [UnderflowMonitor(every_n_steps=1, scale=1.0)]
+        return [mp.UnderflowMonitor(every_n_steps=1, scale=1.0)]
 
     wanted, got = both(callbacks)
     for metrics, _, _ in got:
@@ -100,7 +89,7 @@ def test_operations_are_those_of_the_whole_model_over_all_stages(convention):
 
     def work(strategy, devices):
         def rank(_):
-            monitor = MFUMonitor(peak_flops=1e9, flops_per_token=convention)
+            monitor = mp.MFUMonitor(peak_flops=1e9, flops_per_token=convention)
             fit(PipelinedGPT(), strategy(), devices, callbacks=[monitor], train=token_batches(32, 8, masked=False))
             return monitor.throughput.work
 
@@ -116,7 +105,7 @@ def test_operations_are_those_of_the_whole_model_over_all_stages(convention):
 @pytest.mark.parametrize("pattern", ["Block", "model.blocks.2"])
 def test_activations_are_recomputed_on_the_stages_that_have_the_modules(pattern):
     """A stage without any does not complain."""
-    wanted, got = both(lambda: [ActivationCheckpointing(pattern)])
+    wanted, got = both(lambda: [mp.ActivationCheckpointing(pattern)])
     for _, losses, _ in got:
         assert losses == pytest.approx(wanted[1], rel=1e-4)
 
@@ -140,8 +129,8 @@ class Exploding(PipelinedMLP):
 @pytest.mark.full
 def test_the_post_mortem_names_parameters_of_all_stages(tmp_path):
     def rank(_):
-        callback = OverflowPostMortem(dirpath=tmp_path)
-        plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=2**12))
+        callback = mp.OverflowPostMortem(dirpath=tmp_path)
+        plugin = mp.AutocastPrecision("16-mixed", scaler=mp.LossScaler(init_scale=2**12))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # the report
             fit(Exploding(), PipelineParallelStrategy(microbatches=4), 2, plugin=plugin, callbacks=[callback])
@@ -159,9 +148,9 @@ def test_the_post_mortem_names_parameters_of_all_stages(tmp_path):
 @pytest.mark.parametrize(
     ("callback", "says"),
     [
-        (lambda: MicroBatchOnOOM(), "works on a single device and with DDP, not with PipelineParallelStrategy"),
-        (lambda: GradientNoiseScale(), "GradientNoiseScale cannot be used with PipelineParallelStrategy"),
-        (lambda: OverflowPostMortem(replay=True), "again with PipelineParallelStrategy, whose stages run"),
+        (lambda: mp.MicroBatchOnOOM(), "works on a single device and with DDP, not with PipelineParallelStrategy"),
+        (lambda: mp.GradientNoiseScale(), "GradientNoiseScale cannot be used with PipelineParallelStrategy"),
+        (lambda: mp.OverflowPostMortem(replay=True), "again with PipelineParallelStrategy, whose stages run"),
     ],
 )
 @on_ranks(run_ranks, 2)

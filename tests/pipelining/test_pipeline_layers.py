@@ -131,10 +131,7 @@ REFUSED = {
     ),
     "batches without rows": (
         lambda: fit(
-            PipelinedMLP(),
-            PipelineParallelStrategy(),
-            2,
-            train=DataLoader(Text(torch.zeros(4)), batch_size=None),
+            PipelinedMLP(), PipelineParallelStrategy(), 2, train=DataLoader(Text(torch.zeros(4)), batch_size=None)
         ),
         "PipelineParallelStrategy cannot split a batch of type 'dict'.*one row for each sample",
     ),

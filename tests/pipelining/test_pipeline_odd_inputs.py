@@ -11,6 +11,7 @@ from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, losses_of, token_batches
+from small_models import Parts
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -119,22 +120,16 @@ def test_outputs_have_no_gradients_on_one_device_either():
     assert not pipelined_output(PipelinedMLP(), next(iter(labelled()))).requires_grad
 
 
-class Turned(nn.Module):
+def turned(module, x, mask=None):
     """Returns a tensor whose memory is in another order."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x, mask=None):
-        mask = x > 0 if mask is None else mask
-        return torch.tanh(self.linear(x)).t().contiguous().t() * 1, mask.t().contiguous().t()
+    mask = x > 0 if mask is None else mask
+    return torch.tanh(module.linear(x)).t().contiguous().t() * 1, mask.t().contiguous().t()
 
 
 class TurnedModel(PipelinedMLP):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Turned() for _ in range(4))
+        self.layers = nn.ModuleList(Parts(turned, linear=lambda: nn.Linear(6, 6)) for _ in range(4))
 
     def pipeline_loss(self, output, batch):
         return F.mse_loss(output[0] * output[1], batch[1])

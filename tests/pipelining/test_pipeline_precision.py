@@ -6,6 +6,7 @@ from gloo import FLOAT8, on_ranks
 from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.plugins.precision import MixedPrecision
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, losses_of
+from small_models import Parts
 from torch import nn
 
 from lightning_mp import AutocastPrecision, Float8Precision, PipelineParallelStrategy, PrecisionAudit, PrecisionPolicy
@@ -66,20 +67,15 @@ def test_fp8_layers_are_chosen_in_the_whole_model():
         assert left == []
 
 
-class WithoutAutocast(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            return torch.tanh(self.linear(x.float()))
+def without_autocast(module, x):
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(module.linear(x.float()))
 
 
 class FullPrecision(PipelinedMLP):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(WithoutAutocast() for _ in range(4))
+        self.layers = nn.ModuleList(Parts(without_autocast, linear=lambda: nn.Linear(6, 6)) for _ in range(4))
 
 
 @pytest.mark.full

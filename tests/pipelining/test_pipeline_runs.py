@@ -8,30 +8,15 @@ import pytest
 import torch
 from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit, labelled, losses_of, token_batches
+from small_models import Outcomes, at, plant_inf
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, PipelineParallelStrategy
 from lightning_mp.pipelining import pipelined_loss, pipelined_output
 from lightning_mp.pipelining.microbatches import batch_digest
-
-
-class OverflowOnOneRank(Callback):
-    """Plants an inf in one gradient of one rank, once."""
-
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
-        self.outcomes: list[tuple[bool, float]] = []
-
-    def on_after_backward(self, trainer, pl_module):
-        if trainer.global_rank == self.rank and trainer.global_step == self.step:
-            next(p for p in pl_module.parameters() if p.grad is not None).grad[0] = torch.inf
-
-    def on_after_optimizer_step(self, trainer, pl_module, optimizer, outcome):
-        self.outcomes.append((bool(outcome.skipped), float(outcome.loss_scale)))
 
 
 @pytest.mark.full
@@ -42,12 +27,12 @@ def test_all_stages_skip_when_one_rank_overflows(ranks, stages, fused):
 
     def rank(_, planted):
         module = PipelinedMLP(torch.optim.AdamW, lr=1e-2, fused=fused)
-        before = [p.detach().clone() for p in module.parameters()]
-        callback = OverflowOnOneRank(planted, 1)
+        outcomes = Outcomes()
         plugin = AutocastPrecision("16-mixed", scaler=LossScaler(init_scale=1024.0))
-        fit(module, PipelineParallelStrategy(stages, 4), ranks, plugin=plugin, callbacks=[callback], max_epochs=1)
-        assert before
-        return callback.outcomes, all(bool(p.isfinite().all()) for p in module.parameters())
+        callbacks = [at(plant_inf(), "on_after_backward", rank=planted, step=1), outcomes]
+        fit(module, PipelineParallelStrategy(stages, 4), ranks, plugin=plugin, callbacks=callbacks, max_epochs=1)
+        seen = [(bool(outcome.skipped), float(outcome.loss_scale)) for outcome in outcomes.seen]
+        return seen, all(bool(p.isfinite().all()) for p in module.parameters())
 
     for planted in range(0, ranks, ranks - 1):
         results = run_ranks(lambda r, planted=planted: rank(r, planted), ranks)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from gloo import run_same_ranks as run_ranks
-from lightning.pytorch.callbacks import Callback
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit
+from small_models import Outcomes
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.strategies.pipeline import PipelineParallelStrategy
@@ -30,8 +30,8 @@ TOLERANCE = {"32-true": 2e-6, "bf16-mixed": 4e-3, "16-mixed": 1e-3, "bf16-true":
 def run(module: Any, strategy: Any, devices: int, precision: str = "32-true", **trainer_args: Any) -> SimpleNamespace:
     """One rank of a fit, and what can be carried home."""
     plugin = PLUGINS[precision]()
-    norms: list[float] = []
-    trainer = fit(module, strategy, devices, plugin=plugin, callbacks=[Norms(norms)], **trainer_args)
+    outcomes = Outcomes()
+    trainer = fit(module, strategy, devices, plugin=plugin, callbacks=[outcomes], **trainer_args)
     state = trainer.strategy.lightning_module_state_dict()
     optimizer = trainer.strategy.optimizer_state(trainer.optimizers[0])
     scale = plugin.scaler.get_scale() if plugin is not None and plugin.scaler is not None else None
@@ -43,19 +43,9 @@ def run(module: Any, strategy: Any, devices: int, precision: str = "32-true", **
         optimizer=optimizer,
         own=sum(p.numel() for p in module.parameters()),
         scale=scale,
-        norms=norms,
+        norms=[float(outcome.grad_norm) for outcome in outcomes.seen],
         steps=trainer.global_step,
     )
-
-
-class Norms(Callback):
-    """The norms that our plugins report."""
-
-    def __init__(self, norms: list[float]) -> None:
-        self.norms = norms
-
-    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
-        self.norms.append(float(outcome.grad_norm))
 
 
 def check_same(got: SimpleNamespace, wanted: SimpleNamespace, tolerance: float) -> None:

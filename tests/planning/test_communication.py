@@ -224,12 +224,7 @@ def test_calling_self_in_the_training_step_gathers_nothing_twice():
 
 @pytest.mark.parametrize(
     ("shards", "micro_batches", "sequence", "sync"),
-    [
-        (1, 1, False, "window"),
-        (2, 1, False, "window"),
-        (1, 2, True, "window"),
-        (2, 2, True, "micro_batch"),
-    ],
+    [(1, 1, False, "window"), (2, 1, False, "window"), (1, 2, True, "window"), (2, 2, True, "micro_batch")],
 )
 @pytest.mark.full
 def test_tensor_parallelism_sends_activations(shards, micro_batches, sequence, sync):

@@ -122,9 +122,6 @@ def test_attention_that_returns_weights_runs_in_fp32_on_the_cpu_and_says_so():
     assert (attention_weights.dtype, out.dtype) == (torch.float32, LOW)
 
 
-# -- the ends of a run ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["training_step", "on_before_optimizer_step", "forward", "backward"])
 def test_after_an_exception_nothing_is_left(where: str):
     module = failing(Classifier, where, lambda m: (m.body.gain, m.body.down))
@@ -166,9 +163,6 @@ def test_a_second_fit_and_a_validation_work_with_the_same_plugin(capsys):
         assert module.dtypes["logits"] == torch.float32
         assert nothing_is_left(module)
     assert capsys.readouterr().out.count("1 'head'") == 1, "the same table is printed once"
-
-
-# -- refusals, evaluation, strategies ------------------------------------------------------------------------------
 
 
 def test_fp16_in_an_fp16_run_is_taken():

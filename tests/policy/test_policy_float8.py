@@ -85,9 +85,6 @@ def equal(first: nn.Module, second: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(weights(first), weights(second), strict=True))
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
 def linear(layer: nn.Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
     return F.linear(x.to(dtype), layer.weight.to(dtype), layer.bias.to(dtype))
 
@@ -186,9 +183,6 @@ def test_rules_about_operations_do_not_reach_into_fp8_layers(recipe: str, emulat
     assert equal(module, expected)
 
 
-# -- transforms, ranks -------------------------------------------------------------------------------------------------
-
-
 def test_ddp_equals_one_process() -> None:
     def run(rank: int) -> list[Tensor]:
         strategy = DDPStrategy(process_group_backend="gloo")
@@ -199,9 +193,6 @@ def test_ddp_equals_one_process() -> None:
     for ours, other, theirs in zip(first, second, weights(alone), strict=True):
         assert torch.equal(ours, other)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-# -- tied and frozen weights, costs ------------------------------------------------------------------------------------
 
 
 def test_tied_and_frozen_weights_stay_so() -> None:
@@ -216,9 +207,6 @@ def test_tied_and_frozen_weights_stay_so() -> None:
     assert module.gate.weight is module.up.weight
     assert all(torch.equal(a, b) for a, b in zip(weights(module.down), before, strict=True))
     assert not module.down.weight.requires_grad
-
-
-# -- ends and refusals -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Net, Manual], ids=["automatic", "manual"])

@@ -33,11 +33,7 @@ class Manual(StepsByHand, Trained):
 
 
 def train(
-    policy: Any = WITH_HEAD,
-    module: Any = None,
-    precision: str = "bf16-true",
-    data: Any = None,
-    **arguments: Any,
+    policy: Any = WITH_HEAD, module: Any = None, precision: str = "bf16-true", data: Any = None, **arguments: Any
 ) -> Any:
     module = Trained() if module is None else module
     trainer = quiet_trainer(plugins=[master_weights(precision, policy=policy)], **arguments)
@@ -96,9 +92,6 @@ class LoopByHand:
             self.step(self.gradients(batch, scale), scale)
 
 
-# -- numbers -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", [DEFAULT, WITH_HEAD], ids=["default", "fp32-head"])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_training_equals_a_loop_by_hand_with_explicit_casts(precision: str, policy: PrecisionPolicy) -> None:
@@ -131,9 +124,6 @@ def test_validation_follows_the_policy() -> None:
     assert nothing_is_left(module)
 
 
-# -- costs -------------------------------------------------------------------------------------------------------------
-
-
 class WithNorm(Regression):
     def __init__(self, optimizer: Callable[..., Any] = adamw) -> None:
         super().__init__(optimizer)
@@ -150,9 +140,6 @@ def test_a_weight_is_cast_once_per_step_however_many_micro_batches(fused: bool) 
         trainer.fit(module, loader(regression_batches(12)))
     counted = {name: casts[id(p)] for name, p in module.named_parameters()}
     assert counted == {name: 0 if name.startswith(("net.1.", "net.4.")) else 3 for name in counted}
-
-
-# -- transforms --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -184,9 +171,6 @@ def test_ddp_equals_one_process() -> None:
         torch.testing.assert_close(ours, expected, rtol=2**-8, atol=2e-5)
 
 
-# -- tied and frozen weights -------------------------------------------------------------------------------------------
-
-
 def test_a_weight_shared_with_an_fp32_module_stays_tied_and_fp32() -> None:
     class Tied(Trained):
         def __init__(self) -> None:
@@ -204,9 +188,6 @@ def test_a_weight_shared_with_an_fp32_module_stays_tied_and_fp32() -> None:
     assert module.head.weight is module.second.weight
     assert (module.head.weight.dtype, module.second.bias.dtype) == (torch.float32, torch.float32)
     assert module.seen == (torch.float32, torch.bfloat16)
-
-
-# -- ends and refusals -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Trained, Manual], ids=["automatic", "manual"])

@@ -70,8 +70,6 @@ def test_what_is_fp32_gets_units_of_its_own():
     assert units({"0.norm": "fp16"}, ["0"]) == [(("0.norm",), torch.float16), (("0",), LOW)]
 
 
-# -- the plugins under Lightning's strategies --------------------------------------------------------------------------
-
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 quiet_fsdp2 = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 

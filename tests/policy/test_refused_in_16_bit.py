@@ -137,11 +137,7 @@ def made(call: Callable[[Tensor], Tensor]) -> Trained:
             "masked_fill",
             [{"masked_fill": "fp32"}, {"core": "fp32"}, PrecisionPolicy.default()],
         ),
-        (
-            lambda x: (x + 0).masked_fill_(torch.eye(len(x), dtype=torch.bool), -1e9),
-            "masked_fill_",
-            [{"core": "fp32"}],
-        ),
+        (lambda x: (x + 0).masked_fill_(torch.eye(len(x), dtype=torch.bool), -1e9), "masked_fill_", [{"core": "fp32"}]),
         (
             lambda x: x * torch.linalg.slogdet(x)[1],
             "linalg_slogdet",

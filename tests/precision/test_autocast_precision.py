@@ -14,7 +14,19 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches, sgd, weights
+from small_models import (
+    Outcomes,
+    Regression,
+    adamw,
+    at,
+    fit,
+    fused_adamw,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    sgd,
+    weights,
+)
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
@@ -88,14 +100,6 @@ def test_training_equals_a_plain_loop(
             assert torch.equal(ours, theirs)
 
 
-class Witness(Callback):
-    def __init__(self) -> None:
-        self.gradients: list[list[Tensor]] = []
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self.gradients.append([p.grad.clone() for p in pl_module.parameters()])
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_hooks_see_true_gradients(fused: bool) -> None:
     """D12: the stock plugin shows gradients times the scale when the optimizer is fused."""
@@ -106,11 +110,13 @@ def test_hooks_see_true_gradients(fused: bool) -> None:
         loss = expected.training_step(batches[0], 0)
     (loss * 2.0**10).backward()
 
-    witness = Witness()
-    module = Regression(optimizer)
-    fit(module, batches, witness, plugin=plugin("16-mixed"))
+    shown: list[list[Tensor]] = []
 
-    for seen, parameter in zip(witness.gradients[0], expected.parameters(), strict=True):
+    def look(_: Any, module: torch.nn.Module) -> None:
+        shown.append([p.grad.clone() for p in module.parameters()])
+
+    fit(Regression(optimizer), batches, at(look, "on_before_optimizer_step"), plugin=plugin("16-mixed"))
+    for seen, parameter in zip(shown[0], expected.parameters(), strict=True):
         assert torch.equal(seen, parameter.grad / 2.0**10)
 
 
@@ -277,13 +283,9 @@ class TwoOptimizers(Regression):
 def test_of_several_optimizers_each_outcome_is_its_own(overflowing: int, scaler: Any) -> None:
     """D09, D14: a fused kernel's decision is read a step late, when torch's scaler has added all up in one tensor."""
 
-    class Outcomes(Callback):
-        def on_after_optimizer_step(self, *arguments: Any) -> None:
-            skipped.append(arguments[-1].skipped)
-
-    skipped: list[bool] = []
-    own = AutocastPrecision("16-mixed", scaler=scaler("cpu", init_scale=1024.0))
-    fit(TwoOptimizers(overflowing), regression_batches(3), Outcomes(), plugin=own)
+    own, outcomes = AutocastPrecision("16-mixed", scaler=scaler("cpu", init_scale=1024.0)), Outcomes()
+    fit(TwoOptimizers(overflowing), regression_batches(3), outcomes, plugin=own)
+    skipped = [outcome.skipped for outcome in outcomes.seen]
     assert skipped == [False, False, overflowing == 0, overflowing == 1, False, False]
     assert own.scaler is not None
     assert own.scaler.get_scale() == 512.0
@@ -380,9 +382,6 @@ def test_after_a_fit_it_clips_gradients_as_they_are(precision: str, algorithm: A
     MixedPrecision("bf16-mixed", "cpu").clip_gradients(trainer.optimizers[0], limit, algorithm)
     for mine, p in zip(ours, module.parameters(), strict=True):
         torch.testing.assert_close(mine, p.grad)
-
-
-# -- another optimizer's checkpoint ------------------------------------------------------------------------------------
 
 
 def two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

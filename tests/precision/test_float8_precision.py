@@ -155,9 +155,6 @@ def test_what_was_decided_is_told(caplog):
     assert f"Float8Precision('tensorwise'): {counted}" in caplog.text
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, recipe):
     straight, stopped, resumed = Net(), Net(), Net()

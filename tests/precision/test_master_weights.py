@@ -86,9 +86,6 @@ def test_fp16_adam_is_finite() -> None:
     assert all(w.isfinite().all() for w in ends["ours"])
 
 
-# -- skipped steps -----------------------------------------------------------------------------------------------------
-
-
 class StateBeforeAndAfter(Callback):
     """Weights, masters and moments around each step."""
 

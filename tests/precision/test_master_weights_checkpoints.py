@@ -9,7 +9,7 @@ import small_models
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from master_loops import DTYPES, OPTIMIZERS, SCALE, master_weights, masters_of
-from small_models import Regression, adamw, loader, quiet_trainer, regression_batches, weights
+from small_models import Regression, adamw, at, loader, quiet_trainer, regression_batches, saving, weights
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -23,13 +23,8 @@ def fit(plugins: list[Any], module: pl.LightningModule, epochs: int, **arguments
     return small_models.fit(module, BATCHES, plugins=plugins, max_epochs=epochs, **arguments)
 
 
-class SaveFirstEpoch(pl.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
+def saves_first_epoch(path: Path) -> pl.Callback:
+    return at(saving(path), "on_train_epoch_end", call=1)
 
 
 def everything(trainer: pl.Trainer) -> list[Tensor]:
@@ -57,7 +52,7 @@ def test_resuming_is_bit_exact(precision: str, optimizer: str, in_fit: bool, tmp
 
     path = tmp_path / "x.ckpt"
     if in_fit:
-        fit(ours(), Regression(make, overflows=(1,)), 2, callbacks=[SaveFirstEpoch(path)])
+        fit(ours(), Regression(make, overflows=(1,)), 2, callbacks=[saves_first_epoch(path)])
     else:
         fit(ours(), Regression(make, overflows=(1,)), 1).save_checkpoint(path)
     checkpoint = torch.load(path, weights_only=True)
@@ -112,8 +107,8 @@ class Validated(Regression):
         return self.training_step(batch, batch_idx)
 
 
-class AverageOfMasters(SaveFirstEpoch):
-    """By hand, of the masters after each step; and what a checkpoint after the first validation has."""
+class AverageOfMasters(pl.Callback):
+    """By hand, of the masters after each step."""
 
     averages: list[Tensor] | None = None
 
@@ -136,8 +131,8 @@ def test_an_average_is_one_of_masters_and_outlasts_validations(
     precision: str, averaging: Any, make: Any, tmp_path: Path
 ) -> None:
     """16 bit would round away a thousandth of the distance, and did so at every validation."""
-    by_hand = AverageOfMasters(tmp_path / "x.ckpt")
-    callbacks = [averaging(), by_hand]
+    by_hand = AverageOfMasters()
+    callbacks = [averaging(), by_hand, saves_first_epoch(tmp_path / "x.ckpt")]
     trainer = quiet_trainer(
         plugins=[master_weights(precision)], max_epochs=1, val_check_interval=1, callbacks=callbacks
     )
@@ -164,7 +159,7 @@ def test_a_run_with_averaged_weights_resumes(tmp_path: Path) -> None:
         return EMAWeightAveraging(decay=0.9)
 
     straight = fit([master_weights()], Regression(), 2, callbacks=[averaging()])
-    fit([master_weights()], Regression(), 2, callbacks=[averaging(), SaveFirstEpoch(tmp_path / "x.ckpt")])
+    fit([master_weights()], Regression(), 2, callbacks=[averaging(), saves_first_epoch(tmp_path / "x.ckpt")])
     resumed = fit([master_weights()], Regression(), 2, ckpt_path=tmp_path / "x.ckpt", callbacks=[averaging()])
     assert equal(masters_of(straight), masters_of(resumed))
     assert equal(weights(straight.lightning_module), weights(resumed.lightning_module))
@@ -200,12 +195,6 @@ class TrainedLate(Regression):
         self.dtypes |= {p.grad.dtype for p in self.net[0].parameters() if p.grad is not None}
 
 
-class SaveSecondEpoch(SaveFirstEpoch):
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize("fp32_gradients", [False, True])
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("precision", DTYPES)
@@ -218,7 +207,7 @@ def test_parameters_trained_late_have_masters_from_then_on(
         return [master_weights(precision, fp32_gradients=fp32_gradients)]
 
     module = TrainedLate(added=added)
-    first = fit(ours(), module, 3, callbacks=[SaveSecondEpoch(path)])
+    first = fit(ours(), module, 3, callbacks=[at(saving(path), "on_train_epoch_end", call=2)])
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float16
     late = module.net[0].weight
     moments = first.optimizers[0].state[module.net[0].weight]["exp_avg"]

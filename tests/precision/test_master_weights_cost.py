@@ -7,27 +7,14 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import HalfPrecision
-from small_models import Regression, Trained, adamw, fit, fused_adamw, loader, quiet_trainer, regression_batches
+from precision_figures import figures_of
+from small_models import Regression, fit, regression_batches
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
-
-SIDE = 128
-
-
-def one_matrix() -> Trained:
-    return Trained(
-        lambda module, batch: module.layer(batch).float().square().mean(),
-        partial(torch.optim.AdamW, lr=1e-3),
-        layer=lambda: nn.Linear(SIDE, SIDE, bias=False),
-    )
 
 
 @pytest.fixture
@@ -35,29 +22,6 @@ def _only_new_objects() -> None:
     """Hides what lives already from the garbage collector, which makes it fast, too."""
     gc.collect()
     gc.freeze()
-
-
-def live_bytes() -> int:
-    """Bytes of all new tensors that have at least as many elements as the matrix; each memory counted once."""
-    gc.collect()
-    storages = {}
-    for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and thing.numel() >= SIDE * SIDE:
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-            # A gradient has no Python object until somebody asks for it.
-            if thing.is_leaf and thing.grad is not None:
-                storages[thing.grad.untyped_storage().data_ptr()] = thing.grad.untyped_storage().nbytes()
-    return sum(storages.values())
-
-
-class Measure(Callback):
-    """Bytes per parameter between two steps, and inside of one."""
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.optimizers[0].register_step_pre_hook(lambda *_: setattr(self, "in_step", live_bytes()))
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.between = live_bytes()
 
 
 ROWS: dict[str, Any] = {
@@ -83,77 +47,31 @@ def test_the_table_of_bytes_adds_up() -> None:
 @pytest.mark.usefixtures("_only_new_objects")
 @pytest.mark.parametrize("row", ROWS)
 def test_bytes_per_parameter_are_those_of_the_table(row: str) -> None:
-    measure = Measure()
-    fit(one_matrix(), [torch.ones(2, SIDE)] * 3, measure, plugin=ROWS[row]())
-    assert measure.between / SIDE**2 == documented()[row][-1]
-    during = {'``storage="fp32"``': 4}
-    if row in during:
-        assert measure.in_step / SIDE**2 == documented()[row][-1] + during[row]
-
-
-class CountGradientBytes(TorchDispatchMode):
-    """Bytes read and written by the kernels over gradients, from the end of backward to the optimizer's own kernel."""
-
-    KERNELS = ("aten::_foreach_norm", "aten::_foreach_copy_", "aten::_foreach_mul_")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.active = False
-        self.bytes, self.waits = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if self.active:
-            self.waits += name == "aten::_local_scalar_dense"
-            if name in self.KERNELS:
-                factor = 2 if name == "aten::_foreach_mul_" else 1
-                self.bytes += factor * sum(t.nbytes for t in tree_leaves(args) if isinstance(t, Tensor) and t.dim())
-        return func(*args, **(kwargs or {}))
-
-
-class GradientBytes(Callback):
-    """Bytes per parameter and waits of each step."""
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.mode, self.rows = CountGradientBytes(), []
-        trainer.optimizers[0].register_step_pre_hook(lambda *_: self.close(pl_module))
-        self.mode.__enter__()
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.mode.active, self.mode.bytes, self.mode.waits = True, 0, 0
-
-    def close(self, module: nn.Module) -> None:
-        self.mode.active = False
-        self.rows.append((self.mode.bytes / sum(p.numel() for p in module.parameters()), self.mode.waits))
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.mode.__exit__(None, None, None)
+    figures = figures_of(ROWS[row](), fused=True, clip=None)
+    total = documented()[row][-1]
+    assert figures.weight + figures.gradient + figures.moments + figures.other == total
+    if row == '``storage="fp32"``':
+        assert figures.in_step == total + 4
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "clip", "bytes_each", "waits"),
+    ("fused", "clip", "bytes_each", "waits"),
     # The norm reads 2 bytes; fp32 gradients read 2 and write 4; a factor that no kernel takes reads 4 and writes 4.
-    [(fused_adamw, None, 8, 0), (fused_adamw, 1.0, 8, 0), (adamw, None, 16, 1), (adamw, 1.0, 16, 1)],
-    ids=["fused", "fused-clipped", "unfused", "unfused-clipped"],
+    [(True, None, 8, 0), (True, 1.0, 8, 0), (False, None, 16, 1), (False, 1.0, 16, 1)],
 )
 @pytest.mark.parametrize("monitors", [False, True], ids=["bare", "monitored"])
 def test_traffic_over_gradients_and_host_waits(
-    optimizer: Any, clip: float | None, bytes_each: int, waits: int, monitors: bool
+    fused: bool, clip: float | None, bytes_each: int, waits: int, monitors: bool
 ) -> None:
     """Promise 5. Autocast's fp32 gradients take 4 bytes per pass: 1 pass when fused, 3 otherwise."""
-    counter = GradientBytes()
-    quiet_trainer(
-        plugins=[MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=2.0**10))],
-        callbacks=[counter, *([OverflowMonitor()] if monitors else [])],
-        gradient_clip_val=clip,
-    ).fit(Regression(optimizer), loader(regression_batches(4)))
-    assert counter.rows[1:] == [(bytes_each, waits)] * 3
+    plugin = MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=2.0**10))
+    figures = figures_of(plugin, fused=fused, clip=clip, callbacks=[OverflowMonitor()] if monitors else [])
+    assert (figures.traffic, figures.waits) == (bytes_each, waits)
 
 
 def test_bf16_without_a_factor_makes_fp32_gradients_and_nothing_more() -> None:
-    counter = GradientBytes()
-    fit(Regression(adamw), regression_batches(3), counter, plugin=MasterWeightsPrecision("bf16-true"))
-    assert counter.rows[1:] == [(8, 1)] * 2
+    figures = figures_of(MasterWeightsPrecision("bf16-true"), fused=False, clip=None)
+    assert (figures.traffic, figures.waits) == (8, 1)
 
 
 def test_a_compiled_model_is_compiled_once() -> None:

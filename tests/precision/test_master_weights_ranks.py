@@ -269,8 +269,6 @@ def test_under_fsdp1_the_shards_are_the_masters(precision: str) -> None:
     check_ranks(lambda rank: train(rank, master_weights(precision)), fp32, atol=5e-3)
 
 
-# -- optimizers x strategies x windows x clipped and skipped steps -----------------------------------------------------
-
 MAKE: dict[str, Any] = {
     "joint": joint,
     "adamw": lambda p: AdamW(p, 1e-2, foreach=True),

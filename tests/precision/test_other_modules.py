@@ -31,9 +31,6 @@ MASTERS: dict[str, Callable[[], Any]] = {
 VALUES = 60
 
 
-# -- torchmetrics ------------------------------------------------------------------------------------------------------
-
-
 class Measured(Regression):
     """Metrics as submodules, in containers, wrapped, in a collection with compute groups, in fp64, and saved ones."""
 
@@ -135,9 +132,6 @@ def test_metrics_on_two_ranks_are_those_of_fp32(strategy: str) -> None:
         assert dtype == torch.float64
 
 
-# -- evaluation in fp32 ------------------------------------------------------------------------------------------------
-
-
 class Adapted(Regression):
     """A frozen base of any dtype, and an adapter."""
 
@@ -194,9 +188,6 @@ def warned(text: str | None) -> Iterator[None]:
         yield
 
 
-# -- decompositions ----------------------------------------------------------------------------------------------------
-
-
 class Mixing(Regression):
     class Layer(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -214,9 +205,6 @@ def test_two_dtypes_in_an_operation_get_a_hint_with_the_cure(kind: type[Regressi
     assert "a module's weights are torch.bfloat16 inside of its forward" in raised.value.__notes__[0]
     assert "a rule in fp32, policy={'name.of.module': 'fp32'}" in raised.value.__notes__[0]
     fit(kind(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true", policy={"net.0": "fp32"}))
-
-
-# -- pruned weights, and weights without a shape -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rewinds", [True, False])

@@ -97,9 +97,6 @@ def test_a_checkpoint_holds_fp32_weights_and_nothing_beside_them(precision: str,
     assert "lightning_mp_masters" not in checkpoint
 
 
-# -- checkpoints from before parameters were the masters ---------------------------------------------------------------
-
-
 def former_net() -> Trained:
     """The model that wrote them: three steps of AdamW under MasterWeightsPrecision("bf16-true") at 3279c5e."""
     return Trained(

@@ -157,9 +157,6 @@ def test_it_nests():
     assert deep_settings() == before
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_nvidia_devices_from_ampere_on_have_tf32(capability):
     assert why_no_tf32("cuda", capability) is None
@@ -240,9 +237,6 @@ def test_on_the_cpu_where_tf32_changes_nothing_it_equals_fp32():
     quiet_trainer(gradient_clip_val=0.1).fit(stock, loader(regression_batches(4)))
     for a, b in zip(weights(ours), weights(stock), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

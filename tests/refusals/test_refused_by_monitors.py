@@ -45,7 +45,7 @@ REFUSED = {
         (
             {"stop_after_skips": Each([0, -1, 2.5, "3", True])},
             "a whole number of skipped steps in a row, 1 or more. 'auto' is the default",
-        ),
+        )
     ],
     OverflowPostMortem: [
         (
@@ -56,16 +56,13 @@ REFUSED = {
     ],
     GradientNoiseScale: [
         ({"count": 5}, r"GradientNoiseScale\(count=5\): it must be a function"),
-        (
-            {"average_steps": Each([1, -3, 2.5, True, "100"])},
-            "must be a whole number of optimizer steps, 2 or more",
-        ),
+        ({"average_steps": Each([1, -3, 2.5, True, "100"])}, "must be a whole number of optimizer steps, 2 or more"),
     ],
     PrecisionAudit: [
         (
             {"batch": Each([-1, 1.5, True, "0"])},
             "it must be a whole number, 0 or more. Training batches are counted from 0",
-        ),
+        )
     ],
     UnderflowMonitor: [
         ({"format": "fp32"}, "cannot tell what fp32 would lose. Use one of tf32, bf16, fp16"),
@@ -92,7 +89,7 @@ REFUSED = {
         (
             Each(["fp32", "fp64", torch.float64]),
             r"cannot tell what fp\d\d would lose. Use one of tf32, bf16, fp16, fp8_e4m3fn",
-        ),
+        )
     ],
     ExponentHistogram().fraction_lost: [
         (("fp16", scale), r"`scale` must be a power of two, got .* ExponentHistogram.of\(values, scale\)")
@@ -121,25 +118,16 @@ REFUSED = {
         (([1.0, 2.0], [5, 5], 100), "needs progress"),
     ],
     TokenPerplexity: [
-        ({"ignore_index": "pad"}, r"TokenPerplexity\(ignore_index='pad'\) is not valid: it must be an integer"),
+        ({"ignore_index": "pad"}, r"TokenPerplexity\(ignore_index='pad'\) is not valid: it must be an integer")
     ],
     TokenPerplexity().update: [
-        (
-            (torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.long)),
-            r"got \(2, 3, 5\) and \(2, 4\)\. A next-token",
-        ),
-        (
-            (torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long)),
-            "`logits` must be floating point",
-        ),
-        (
-            (torch.zeros(2, 5), torch.zeros(2)),
-            "`target` must hold token ids as integers, got dtype torch.float32",
-        ),
+        ((torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.long)), r"got \(2, 3, 5\) and \(2, 4\)\. A next-token"),
+        ((torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long)), "`logits` must be floating point"),
+        ((torch.zeros(2, 5), torch.zeros(2)), "`target` must hold token ids as integers, got dtype torch.float32"),
     ],
     UnderflowFraction: [("fp17", r"Unknown number format 'fp17'\. Use one of fp64, fp32")],
     UnderflowFraction().update: [
-        (torch.arange(3), r"must be a floating-point tensor, got dtype torch.int64\. Call `.float\(\)`"),
+        (torch.arange(3), r"must be a floating-point tensor, got dtype torch.int64\. Call `.float\(\)`")
     ],
     PairedDifference: [
         ({"differences": ()}, "given no differences. Pass one per seed"),
@@ -148,17 +136,11 @@ REFUSED = {
             "`margin` must be a positive finite number in the unit of the loss, got 0.0",
         ),
         ({"differences": (0.0,), "margin": NAN}, "`margin` must be a positive finite number"),
-        (
-            {"differences": (0.0,), "confidence": 95},
-            "`confidence` must be from 0.5 to below 1, such as 0.95, got 95",
-        ),
+        ({"differences": (0.0,), "confidence": 95}, "`confidence` must be from 0.5 to below 1, such as 0.95, got 95"),
     ],
     differences_of: [(((1.0, 1.0), (NAN, 1.0)), "1 of 2 baseline runs diverged")],
     TrainingData: [
-        (
-            (data,),
-            r"`data` is a (dict|list) with a DataLoader in it.* Pass CombinedLoader",
-        )
+        ((data,), r"`data` is a (dict|list) with a DataLoader in it.* Pass CombinedLoader")
         for data in ({"a": DataLoader([1])}, [DataLoader([1]), DataLoader([1])])
     ],
     estimate_memory: [

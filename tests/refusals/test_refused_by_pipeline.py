@@ -76,7 +76,7 @@ REFUSED = {
             Each([None, torch.zeros(2), ({"accuracy": torch.zeros(())},), ({"loss": 1.0},)]),
             "must return a scalar tensor, or a mapping",
             M,
-        ),
+        )
     ],
 }
 

@@ -16,22 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.optim import LBFGS, SGD, AdamW
 
-from lightning_mp import (
-    AccumulationScheduler,
-    ActivationCheckpointing,
-    AutocastPrecision,
-    ChinchillaBudget,
-    Float8Precision,
-    FSDP2Strategy,
-    JointOptimizer,
-    LossScaler,
-    MasterWeightsPrecision,
-    PrecisionPolicy,
-    RankWatchdog,
-    StopAtBoundary,
-    TokenLearningRate,
-    matrices_and_rest,
-)
+import lightning_mp as mp
 from lightning_mp.checkpoints import latest_checkpoint
 from lightning_mp.gradients.comm_hook import reduced_precision_hook
 from lightning_mp.gradients.replication import GradientReplication
@@ -77,7 +62,7 @@ def exactly(message: str) -> str:
 
 
 PLUGINS = {
-    AutocastPrecision: [
+    mp.AutocastPrecision: [
         *[
             (
                 precision,
@@ -103,7 +88,7 @@ PLUGINS = {
             ]
         ],
         (
-            {"precision": "bf16-mixed", "scaler": LossScaler("cpu")},
+            {"precision": "bf16-mixed", "scaler": mp.LossScaler("cpu")},
             exactly(
                 "AutocastPrecision('bf16-mixed') takes no scaler, got LossScaler: bf16 has the range of fp32."
                 " Leave the scaler out, or use '16-mixed'."
@@ -111,7 +96,7 @@ PLUGINS = {
             M,
         ),
         (("16-mixed", None, 1024), r"scaler=1024\): it must be a torch.amp.GradScaler"),
-        (("16-mixed", LossScaler("cpu")), "it must be a device type such as"),
+        (("16-mixed", mp.LossScaler("cpu")), "it must be a device type such as"),
         (("bf16-mixed", "banana"), r"device='banana'\): it must be a device type"),
         ({"precision": "bf16-mixed", "fp32_eval_outputs": "yes"}, "fp32_eval_outputs='yes'"),
         (
@@ -129,7 +114,7 @@ PLUGINS = {
             M,
         ),
     ],
-    MasterWeightsPrecision: [
+    mp.MasterWeightsPrecision: [
         (
             Each(["bf16-mixed", "16-mixed", "32-true", "bf16"]),
             r"must be one of \('16-true', 'bf16-true'\).*take AutocastPrecision",
@@ -143,19 +128,15 @@ PLUGINS = {
             "fp16 has a different exponent. Use storage='fp32', or 'bf16",
             M,
         ),
-        (
-            {"precision": "16-true", "storage": "remainder"},
-            "an fp32 number is not an fp16 number plus more bits",
-            M,
-        ),
-        ({"precision": "bf16-true", "scaler": LossScaler()}, "takes no scaler, got LossScaler", M),
+        ({"precision": "16-true", "storage": "remainder"}, "an fp32 number is not an fp16 number plus more bits", M),
+        ({"precision": "bf16-true", "scaler": mp.LossScaler()}, "takes no scaler, got LossScaler", M),
         (
             {"precision": "bf16-true", "fp32_checkpoints": False},
             r"fp32_checkpoints=False\): weights are fp32, and so are those of its check",
         ),
     ],
-    MasterWeightsPrecision("bf16-true").convert_module: [
-        (nn.Linear(1, 1), "is a plugin for lightning.pytorch.Trainer", M),
+    mp.MasterWeightsPrecision("bf16-true").convert_module: [
+        (nn.Linear(1, 1), "is a plugin for lightning.pytorch.Trainer", M)
     ],
     check_strategy: [
         (
@@ -177,19 +158,13 @@ PLUGINS = {
             M,
         ),
     ],
-    Float8Precision: [
+    mp.Float8Precision: [
         ("row", r"Float8Precision\(recipe='row'\) is unknown; it must be one of \('tensorwise', 'rowwise', 'row"),
         ("row-wise", r"Did you mean 'rowwise'\?$"),
-        (
-            {"policy": {"gate": "fp16"}},
-            r"rules set fp16 \('gate': fp16\).*AutocastPrecision\('16-mixed'\)",
-            M,
-        ),
+        ({"policy": {"gate": "fp16"}}, r"rules set fp16 \('gate': fp16\).*AutocastPrecision\('16-mixed'\)", M),
     ],
-    choose_float8_layers: [
-        ((nn.Sequential(*(nn.Linear(32, 32) for _ in range(25))), ["x"]), r"10, 11 and 13 more\.$"),
-    ],
-    PrecisionPolicy: [
+    choose_float8_layers: [((nn.Sequential(*(nn.Linear(32, 32) for _ in range(25))), ["x"]), r"10, 11 and 13 more\.$")],
+    mp.PrecisionPolicy: [
         (([],), r"got no rule\. Give at least one"),
         (Each(["defualt", 3]), "A policy is a mapping of patterns to dtypes, or pairs of them, and got", TypeError),
         (([("head", "fp8")],), r"'head': 'fp8' has no dtype.*one of fp32, bf16, fp16, low"),
@@ -218,7 +193,7 @@ PLUGINS = {
             for rules in (["head"], [("head",)], [("head", "fp32", 1)], [3])
         ],
     ],
-    LossScaler: [
+    mp.LossScaler: [
         ({"device": "cpu", **arguments}, rf"^LossScaler\({re.escape(words)}.*\.$")
         for arguments, words in [
             (
@@ -278,7 +253,7 @@ PLUGINS = {
 }
 
 CALLBACKS = {
-    AccumulationScheduler: [
+    mp.AccumulationScheduler: [
         *[
             (
                 (schedule,),
@@ -307,18 +282,15 @@ CALLBACKS = {
         ],
         (({"0": 1, 0: 2},), "the threshold 0 is given twice"),
     ],
-    ChinchillaBudget: [
+    mp.ChinchillaBudget: [
         ({"tokens": 10.5}, rf"ChinchillaBudget\(tokens=10.5\): {WHOLE_TOKENS}"),
         ({"tokens": "many"}, r"`tokens` cannot be read, got 'many'"),
         ({"tokens": True}, rf"ChinchillaBudget\(tokens=True\): {WHOLE_TOKENS}"),
         ({"tokens_per_parameter": "20"}, r"ChinchillaBudget\(tokens_per_parameter='20'\): .* a positive finite number"),
         ({"count": 3}, "count=3 must be a function"),
     ],
-    TokenLearningRate: [
-        (
-            Each([WarmupCosine, WarmupStableDecay]),
-            r"(\w+) is a class. Make an instance: \1\(\)",
-        ),
+    mp.TokenLearningRate: [
+        (Each([WarmupCosine, WarmupStableDecay]), r"(\w+) is a class. Make an instance: \1\(\)"),
         *[
             ({"schedule": WarmupCosine(), **arguments}, words)
             for arguments, words in [
@@ -333,7 +305,7 @@ CALLBACKS = {
             ]
         ],
     ],
-    TokenLearningRate(WarmupCosine()).cooldown_now: [
+    mp.TokenLearningRate(WarmupCosine()).cooldown_now: [
         ((), r"needs one of tokens and fraction, .*this schedule is WarmupCosine\("),
         ({"tokens": 5, "fraction": 0.1}, "needs one of tokens and fraction"),
         ({"fraction": 1.0}, r"cooldown_now\(fraction=1.0\): it must be a number between 0 and 1"),
@@ -372,7 +344,7 @@ CALLBACKS = {
             "it gives nan for the fraction 0.5; it must give a finite number from 0",
         ),
     ],
-    ActivationCheckpointing: [
+    mp.ActivationCheckpointing: [
         (
             Each([([],), "", 3, None, ([nn.Linear(1, 1)],), nn.Linear(1, 1), ([int],)]),
             "must be a subclass of torch.nn.Module, its name",
@@ -385,8 +357,10 @@ CALLBACKS = {
             for every in (0, -1, 1.5, True, "2")
         ],
     ],
-    RankWatchdog: [({"timeout_seconds": Each([0, -1, NAN, INF, True])}, rf"RankWatchdog\(timeout_seconds=.*{SECONDS}")],
-    StopAtBoundary: [
+    mp.RankWatchdog: [
+        ({"timeout_seconds": Each([0, -1, NAN, INF, True])}, rf"RankWatchdog\(timeout_seconds=.*{SECONDS}")
+    ],
+    mp.StopAtBoundary: [
         ({"signals": ["SIGTERM", "SIGKILL"]}, "no program can catch SIGKILL. Leave it out"),
         ({"signals": []}, "without a signal and without max_seconds nothing would ever stop the run"),
         ({"signals": ["TERM"]}, "'TERM' is not a signal on this platform; give names such as 'SIGTERM'"),
@@ -395,13 +369,11 @@ CALLBACKS = {
         ({"filename": "{epoch}"}, r"filename='{epoch}'\): it must be a name in which only {step} is filled in"),
         ({"filename": Path("last")}, r"filename=PosixPath\('last'\)\): it must be a name"),
     ],
-    latest_checkpoint: [
-        ("s3://bucket/run", r"latest_checkpoint\('s3://bucket/run'\): only folders of a mounted"),
-    ],
+    latest_checkpoint: [("s3://bucket/run", r"latest_checkpoint\('s3://bucket/run'\): only folders of a mounted")],
 }
 
 STRATEGIES = {
-    FSDP2Strategy: [
+    mp.FSDP2Strategy: [
         ({"replicate_size": Each([0, True, 1.5])}, "replicate_size=.*: it must be a whole number of ranks, 1 or more"),
         ({"tensor_parallel_plan": "auto"}, "tensor_parallel_size=1 splits none"),
         (
@@ -413,23 +385,18 @@ STRATEGIES = {
         (
             Each([0, -1, True, 1.5, None, ([],), "", ([1],), nn.Linear(2, 2)]),
             r"FSDP2Strategy\(shard=.*the smallest number of parameters of a unit",
-        ),
+        )
     ],
     units_by_size: [
-        (
-            (fsdp2_runs.model(), 1_000_000),
-            r"shard=1000000\): no module .* The largest: model \(6864\), model.blocks",
-        ),
+        ((fsdp2_runs.model(), 1_000_000), r"shard=1000000\): no module .* The largest: model \(6864\), model.blocks")
     ],
     unit_names: [
         (
             (fsdp2_runs.model(), ("model.head",)),
             r"model.head.weight and model.token_embedding.weight are one parameter .*'mo",
-        ),
+        )
     ],
-    reduced_precision_hook: [
-        (Each([torch.float32, "float8", None, 16]), rf"reduced_precision_hook\(dtype=.*{BF16}"),
-    ],
+    reduced_precision_hook: [(Each([torch.float32, "float8", None, 16]), rf"reduced_precision_hook\(dtype=.*{BF16}")],
     ReducedPrecisionDDPStrategy: [
         (Each([torch.float32, "float8", None, 16]), "it must be torch.bfloat16"),
         *[
@@ -444,21 +411,23 @@ STRATEGIES = {
         )
         for ranks_per_parameter, plain_replicas in [(0, 1), (4, 3), (2, 4), (4, 0)]
     ],
-    JointOptimizer: [
-        (
-            AdamW([nn.Parameter(torch.ones(2))]),
-            "list of torch.optim optimizers, got one alone",
-        ),
+    mp.JointOptimizer: [
+        (AdamW([nn.Parameter(torch.ones(2))]), "list of torch.optim optimizers, got one alone"),
         (([LBFGS(nn.Linear(1, 1).parameters())],), "LBFGS evaluates the loss itself", M),
         (([],), r"list of torch\.optim optimizers, got none"),
         (([nn.Sequential()],), r"list of torch\.optim optimizers, got Sequential"),
         (
-            ([AdamW(matrices_and_rest(Fused(), split={"query_key_value": 3})[0]), SGD(nn.Linear(1, 1).parameters())],),
+            (
+                [
+                    AdamW(mp.matrices_and_rest(Fused(), split={"query_key_value": 3})[0]),
+                    SGD(nn.Linear(1, 1).parameters()),
+                ],
+            ),
             r"AdamW: matrices_and_rest\(split=\.\.\.\) was given",
             M,
         ),
     ],
-    matrices_and_rest: [
+    mp.matrices_and_rest: [
         ({"module": Fused(), "split": split}, words)
         for split, words in [
             (
@@ -495,15 +464,9 @@ STRATEGIES = {
         ],
     ],
     split_between: [
-        (
-            (fsdp2_runs.model(), {"model.blocks.0.mlp.down": "row"}, 3),
-            "a dimension of 64, which 3 ranks do not divide",
-        ),
+        ((fsdp2_runs.model(), {"model.blocks.0.mlp.down": "row"}, 3), "a dimension of 64, which 3 ranks do not divide"),
         ((HuggingFace("llama"), "auto", 4), "num_key_value_heads=2, which 4 ranks do not divide; each rank"),
-        (
-            (fsdp2_runs.model(), "auto", 4),
-            r"attention has heads=2, which 4 ranks .* 'column_gather', .* 'row_split'",
-        ),
+        ((fsdp2_runs.model(), "auto", 4), r"attention has heads=2, which 4 ranks .* 'column_gather', .* 'row_split'"),
         ((HuggingFace("gpt2"), "auto", 4), "attn has num_heads=2, which 4 ranks do not divide"),
         (
             (fsdp2_runs.model(), {"model.blocks.0.mlp.up": "column_qkv"}, 2),
@@ -531,10 +494,7 @@ STRATEGIES = {
     ],
     blocks_along_the_sequence: [
         (([], {}), "blocks is 'sequence' and is empty"),
-        (
-            ([nn.Linear(2, 2)], {"blocks.0": "row_split"}),
-            "'row_split' in blocks .* would get a part of the tokens",
-        ),
+        (([nn.Linear(2, 2)], {"blocks.0": "row_split"}), "'row_split' in blocks .* would get a part of the tokens"),
     ],
 }
 

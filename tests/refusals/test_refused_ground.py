@@ -29,18 +29,13 @@ SMALL_GPT = {"layers": 1, "heads": 1, "width": 16}
 WARM_UP = r"LanguageModel\(total_steps=.* the rate warms up within the run\. Give a"
 
 REFUSED = {
-    number_format: [
-        (Each(["fp17", torch.int8]), r"Unknown number format .* Use one of fp64, fp32, tf32, bf16, fp16"),
-    ],
+    number_format: [(Each(["fp17", torch.int8]), r"Unknown number format .* Use one of fp64, fp32, tf32, bf16, fp16")],
     fraction_lost: [
         *[
             ((torch.ones(1), "fp16", scale), "`scale` must be a positive finite number, got")
             for scale in (0.0, -1.0, math.inf, math.nan)
         ],
-        (
-            (torch.ones(1, dtype=torch.int64), "fp16"),
-            r"must be a floating-point tensor, got dtype torch.int64",
-        ),
+        ((torch.ones(1, dtype=torch.int64), "fp16"), r"must be a floating-point tensor, got dtype torch.int64"),
     ],
     flops_per_token: [
         ({"parameters": 1, "convention": "8N"}, rf"{CONVENTION}; count_flops"),
@@ -65,10 +60,7 @@ REFUSED = {
         (("NVIDIA A10", "int8"), "Unknown number format 'int8'"),
     ],
     module_flops_per_token: [
-        (
-            (nn.Linear(2, 3), "palm", 1),
-            r"'palm' convention needs the number of layers.*Give the number itself",
-        ),
+        ((nn.Linear(2, 3), "palm", 1), r"'palm' convention needs the number of layers.*Give the number itself"),
         ((nn.Linear(2, 3), "8N", 1), f"{CONVENTION}, or 'exact'"),
     ],
     count_flops: [
@@ -83,21 +75,17 @@ REFUSED = {
         ),
     ],
     whole_parameters: [
-        (nn.Sequential(nn.LazyLinear(3)), r"A parameter of LazyLinear has no shape yet.*Run one batch through"),
+        (nn.Sequential(nn.LazyLinear(3)), r"A parameter of LazyLinear has no shape yet.*Run one batch through")
     ],
-    config_for_parameters: [
-        (5000, r"a model of 5000 parameters cannot be built: the smallest has 9264"),
-    ],
+    config_for_parameters: [(5000, r"a model of 5000 parameters cannot be built: the smallest has 9264")],
     GPTConfig: [
         ({"layers": 0, "heads": 2, "width": 32}, r"GPTConfig\(layers=0\): it must be a whole number, 1 or more"),
         ({"layers": 2, "heads": 3, "width": 32}, r"GPTConfig\(width=32\): it must be a multiple of the 3 heads"),
     ],
     GPT(GPTConfig(**SMALL_GPT, block_tokens=16)).forward: [
-        (torch.zeros(1, 17, dtype=torch.int64), "sequence of 17 tokens was given to a model for at most 16"),
+        (torch.zeros(1, 17, dtype=torch.int64), "sequence of 17 tokens was given to a model for at most 16")
     ],
-    generate: [
-        ((GPT(GPTConfig(**SMALL_GPT)), b"", 3), "empty prompt: give at least one byte"),
-    ],
+    generate: [((GPT(GPTConfig(**SMALL_GPT)), b"", 3), "empty prompt: give at least one byte")],
     LanguageModel: [
         (SMALL_GPT | {"total_steps": 20}, WARM_UP),
         (SMALL_GPT | {"total_steps": 2, "warmup_steps": 2}, WARM_UP),
@@ -108,13 +96,13 @@ REFUSED = {
         (
             {"text": TEXT[:20], "batch_size": 3, "block_tokens": 7},
             r"the text has 2 blocks of 7 tokens, and one batch .* needs 3",
-        ),
+        )
     ],
     HeldOutBatches: [
         (
             {"text": TEXT[:8], "batch_size": 1, "block_tokens": 7, "max_batches": 1, "world_size": 2},
             r"has 1 blocks of 7 tokens, and 2 are needed, one for every rank",
-        ),
+        )
     ],
 }
 

@@ -70,10 +70,7 @@ REFUSED = {
         ([], "needs at least 6 runs, got 0"),
         ([Run(n, d * 1e9, 3.0) for n in (1e8, 1e9) for d in (1, 2, 3, 4)], "The runs have 2 different model sizes"),
         ([Run(n * 1e8, 1e9, 3.0) for n in range(1, 9)], "The runs have 1 different run lengths in tokens"),
-        (
-            {"runs": RUNS, "bootstrap_samples": 99},
-            "`bootstrap_samples` must be a whole number, 100 or more, got 99",
-        ),
+        ({"runs": RUNS, "bootstrap_samples": 99}, "`bootstrap_samples` must be a whole number, 100 or more, got 99"),
         ({"runs": RUNS, "bootstrap_samples": 1e3}, "`bootstrap_samples` must be a whole number, 100 or more"),
         ({"runs": RUNS, "confidence": 95}, "`confidence` must lie between 0 and 1, got 95. For 95%, write 0.95"),
         ({"runs": RUNS, "confidence": math.nan}, "`confidence` must lie between 0 and 1"),
@@ -118,21 +115,21 @@ REFUSED = {
         (
             {"config": LLAMA_2_7B, "layout": ParallelLayout(stages=5), "context_tokens": 1},
             re.escape("`layers` (32) cannot be divided evenly over 5 stages"),
-        ),
+        )
     ],
     plan_parallelism: [
         (
             {"size": SIZE, "layout": ParallelLayout(copies=64), "machine": "DGX H100", "context_tokens": 4096}
             | {"tokens_per_step": Each([65536, 65 * 4096])},
             r"`tokens_per_step` \((65536|266240)\) is not a multiple of 4096 tokens",
-        ),
+        )
     ],
     find_machine: [("TPU", r"`machine` 'TPU' is not known. Known: DGX A100")],
     DecoderSize.of: [
         (
             {"parameters": 1_000_000, "layers": 32, "width": 4096, "vocabulary": 32000},
             r"`parameters` \(1000000\) leaves nothing for 32 blocks",
-        ),
+        )
     ],
     Machine: [(("mine", "A100", 0, 1, 1), r"Machine\(gpus_per_node=0\): it must be a positive finite number")],
     DecoderSize: [((0, 1, 1, 1, 1, 1), r"DecoderSize\(layers=0\): it must be a whole number, 1 or more")],

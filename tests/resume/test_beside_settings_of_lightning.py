@@ -2,6 +2,7 @@
 
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
 )
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from small_models import Regression, fit, quiet_trainer, regression_batches, sgd, weights
+from small_models import Regression, at, fit, quiet_trainer, raising, regression_batches, saving, sgd, weights
 from torch.utils.data import DataLoader
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ExactResume, StopAtBoundary
@@ -124,15 +125,6 @@ def test_also_on_ranks_and_without_exact_resume(tmp_path: Path) -> None:
 # -- windows of the Trainer --------------------------------------------------------------------------------------------
 
 
-class SaveAfter(pl.Callback):
-    def __init__(self, path: Path, batches: int) -> None:
-        self.path, self.batches = path, batches
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx + 1 == self.batches:
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize("batches", [1, 2, 3, 6, 7, 8])
 @pytest.mark.parametrize("windows", ["Trainer", "Lightning's callback", "ours", "ours, kept"])
 @pytest.mark.parametrize("plugin", [None, "bf16-mixed"])
@@ -163,7 +155,7 @@ def test_a_window_is_resumed_exactly_or_its_gradient_is_told_to_be_lost(
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        straight = train(SaveAfter(path, batches))
+        straight = train(at(saving(path), batch_idx=batches - 1))
     told = any("inside an accumulation window" in str(warning.message) for warning in caught)
     resumed = train(ckpt_path=path)
     is_equal = all(map(torch.equal, weights(resumed), weights(straight)))
@@ -177,7 +169,7 @@ def test_a_lost_gradient_is_an_error_where_errors_are_asked_for(windows: str, tm
         own = {} if windows == "Trainer" else {"save_partial_gradients": windows == "ours, kept"}
         scheduler = [AccumulationScheduler({0: 3}, **own)] if own else []
         every = 3 if windows == "Trainer" else 1
-        resume, save = ExactResume(on_unsupported="error"), SaveAfter(tmp_path / "window.ckpt", batches)
+        resume, save = ExactResume(on_unsupported="error"), at(saving(tmp_path / "window.ckpt"), batch_idx=batches - 1)
         settings = {"accumulate_grad_batches": every, "enable_checkpointing": bool(callbacks)}
         fit(Regression(sgd), regression_batches(8), resume, *scheduler, save, *callbacks, **settings)
 
@@ -191,16 +183,15 @@ def test_a_lost_gradient_is_an_error_where_errors_are_asked_for(windows: str, tm
         with pytest.raises(MisconfigurationException, match=words):
             train(2)
 
-    class Fails(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                raise ZeroDivisionError
-
     # The exception of the run is the one that is raised.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(ZeroDivisionError):
-            train(8, Fails(), OnExceptionCheckpoint(tmp_path))
+            train(
+                8,
+                at(raising(ZeroDivisionError()), "on_train_batch_start", batch_idx=2),
+                OnExceptionCheckpoint(tmp_path),
+            )
     assert any("inside an accumulation window" in str(warning.message) for warning in caught)
     assert list(tmp_path.glob("on_exception*.ckpt"))
 
@@ -244,35 +235,23 @@ def test_checkpoints_wait_for_the_end_of_a_window(windows: str, due: str, tmp_pa
     assert all(map(torch.equal, weights(resumed), weights(straight)))
 
 
-# -- finders -----------------------------------------------------------------------------------------------------------
-
-
-class SizesAtMilestones(BatchSizeFinder):
-    """As in Lightning's documentation of the callback."""
-
-    def __init__(self, milestones: tuple[int, ...]) -> None:
-        super().__init__(steps_per_trial=2, max_trials=2)
-        self.milestones = milestones
+class AtMilestones:
+    """As in Lightning's documentation of the callbacks."""
 
     def on_fit_start(self, *_: Any, **__: Any) -> None:
         return
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch in self.milestones:
-            self.scale_batch_size(trainer, pl_module)
+            getattr(self, self.find)(trainer, pl_module)
 
 
-class RatesAtMilestones(LearningRateFinder):
-    def __init__(self, milestones: tuple[int, ...]) -> None:
-        super().__init__(num_training_steps=5)
-        self.milestones = milestones
+class Sizes(AtMilestones, BatchSizeFinder):
+    find = "scale_batch_size"
 
-    def on_fit_start(self, *_: Any, **__: Any) -> None:
-        return
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch in self.milestones:
-            self.lr_find(trainer, pl_module)
+class Rates(AtMilestones, LearningRateFinder):
+    find = "lr_find"
 
 
 class Tuned(pl.LightningModule):
@@ -294,15 +273,18 @@ class Tuned(pl.LightningModule):
 
 
 @pytest.mark.parametrize("milestones", [(0,), (1,), (0, 2)])
-@pytest.mark.parametrize("finder", [SizesAtMilestones, RatesAtMilestones])
+@pytest.mark.parametrize(
+    "make", [partial(Sizes, steps_per_trial=2, max_trials=2), partial(Rates, num_training_steps=5)]
+)
 def test_a_finder_at_milestones_leaves_the_batches_of_stock(
-    finder: Any, milestones: tuple[int, ...], tmp_path: Path
+    make: Any, milestones: tuple[int, ...], tmp_path: Path
 ) -> None:
     seen = []
     for callbacks in ([], [ExactResume(on_unsupported="error")]):
-        module = Tuned()
+        module, finder = Tuned(), make()
+        finder.milestones = milestones
         trainer = quiet_trainer(
-            max_epochs=3, callbacks=[finder(milestones), *callbacks], default_root_dir=tmp_path, limit_val_batches=0
+            max_epochs=3, callbacks=[finder, *callbacks], default_root_dir=tmp_path, limit_val_batches=0
         )
         trainer.fit(module)
         seen.append((module.sizes, module.batch_size, trainer.global_step))

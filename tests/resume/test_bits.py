@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from memory_logger import MemoryLogger
-from small_models import TokenModel, adamw, loader, quiet_trainer, token_batches
+from small_models import TokenModel, adamw, at, loader, quiet_trainer, saving, token_batches
 from torch import Tensor
 
 from lightning_mp import (
@@ -39,14 +38,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Of a short run with fp32 weights, a scaler, and an open window with its gradients."""
     path = tmp_path_factory.mktemp("bits") / "saved.ckpt"
 
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 2:
-                trainer.save_checkpoint(path)
-
     trainer = quiet_trainer(
         plugins=[MasterWeightsPrecision("16-true", scaler=LossScaler(init_scale=2.0**10))],
-        callbacks=[AccumulationScheduler({0: 2}, unit="step", save_partial_gradients=True), Saves()],
+        callbacks=[
+            AccumulationScheduler({0: 2}, unit="step", save_partial_gradients=True),
+            at(saving(path), batch_idx=2),
+        ],
     )
     trainer.fit(TokenModel(adamw), loader(token_batches([3, 4, 2, 5])))
     saved: dict[str, Any] = torch.load(path, weights_only=True)
@@ -140,11 +137,7 @@ def test_the_largest_difference_and_the_number_of_elements_are_right() -> None:
 @pytest.mark.filterwarnings("ignore:ChinchillaBudget. (the run ended after|max_steps=)")
 def test_clocks_of_a_resumed_run_are_left_out(tmp_path: Path) -> None:
     def fit(steps: int, name: str, ckpt_path: Path | None = None) -> None:
-        callbacks = [
-            ExactResume(),
-            ChinchillaBudget(tokens=10**6),
-            MFUMonitor(peak_flops=1e9, flops_per_token=1e3),
-        ]
+        callbacks = [ExactResume(), ChinchillaBudget(tokens=10**6), MFUMonitor(peak_flops=1e9, flops_per_token=1e3)]
         trainer = quiet_trainer(
             callbacks=callbacks, max_epochs=-1, max_steps=steps, log_every_n_steps=1, logger=MemoryLogger()
         )

@@ -15,8 +15,8 @@ from exact_runs import BATCH, BATCHES, LOADERS, SAMPLES, SAVES, Augmented, Dropp
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from restarts import Interruption
-from small_models import quiet_trainer
+from restarts import Interruption, saved_and_interrupted
+from small_models import at, quiet_trainer, stop_run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, TensorDataset
@@ -66,26 +66,12 @@ def test_a_resumed_run_is_equal_to_the_bit(loader: str, save: str, tmp_path: Pat
         assert resumed.differences(straight) == [], before
 
 
-class SavesEverywhere(Callback):
-    """Writes a checkpoint in a hook, and interrupts the run behind it."""
-
-    def __init__(self, hook: str, call: int, path: Path) -> None:
-        self.left, self.path, self.is_saved = call, path, False
-        setattr(self, hook, self.save)
-
-    def save(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.left -= not trainer.sanity_checking
-        if not self.left and not self.is_saved:
-            self.is_saved = True
-            trainer.save_checkpoint(self.path)
-            raise Interruption
-
-
+#: Which call of them writes a checkpoint and interrupts the run; those of the sanity check are before it.
 HOOKS = {
     "on_train_batch_end": 8,
-    "on_validation_start": 3,
-    "on_validation_batch_end": 4,
-    "on_validation_end": 2,
+    "on_validation_start": 4,
+    "on_validation_batch_end": 6,
+    "on_validation_end": 3,
     "on_train_epoch_end": 2,
     "on_train_epoch_start": 2,
 }
@@ -114,7 +100,7 @@ def test_a_checkpoint_may_be_written_in_any_hook(hook: str, tmp_path: Path) -> N
 
     path, memories = tmp_path / "saved.ckpt", (Memory(), Memory())
     expected, straight = fit("straight", memory=memories[0])
-    fit("killed", SavesEverywhere(hook, HOOKS[hook], path), memory=memories[1])
+    fit("killed", at(saved_and_interrupted(path), hook, call=HOOKS[hook]), memory=memories[1])
     trainer, resumed = fit("resumed", ckpt_path=path, memory=memories[1])
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
     assert memories[0].logged == memories[1].logged
@@ -242,22 +228,6 @@ def test_inside_of_a_window_with_a_budget_and_an_optimizer_that_draws(make: Any,
         assert resumed.differences(runs[0]) == []
 
 
-class StopAfter(Callback):
-    """Sets ``should_stop`` as EarlyStopping and Timer do; Lightning validates then, due or not."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        trainer.should_stop = trainer.global_step == self.steps
-
-
-class Signal(StopAfter):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.steps:
-            signal.raise_signal(signal.SIGTERM)
-
-
 class DrawsAtTheEnd(Dropped):
     def on_train_epoch_end(self) -> None:
         torch.rand(())
@@ -272,8 +242,13 @@ def test_a_run_that_had_ended_goes_on(ends: str, val_check_interval: int, tmp_pa
     def fit(max_steps: int, ckpt_path: Path | None = None) -> Any:
         pl.seed_everything(0 if ckpt_path is None else 5, verbose=False)
         stops_early = ends != "max_steps" and max_steps < BATCHES + 5
-        stop = StopAtBoundary(dirpath=tmp_path)
-        stops: Any = {"should_stop": [StopAfter(max_steps)], "StopAtBoundary": [Signal(max_steps), stop]}
+        stops: Any = {  # `should_stop` is set by EarlyStopping and Timer, too; Lightning validates then, due or not
+            "should_stop": [at(stop_run, step=max_steps)],
+            "StopAtBoundary": [
+                at(lambda *_: signal.raise_signal(signal.SIGTERM), step=max_steps),
+                StopAtBoundary(dirpath=tmp_path),
+            ],
+        }
         trainer = quiet_trainer(
             callbacks=[ExactResume(), *(stops[ends] if stops_early else [])],
             max_epochs=-1,
@@ -302,7 +277,7 @@ def test_ranks_that_stopped_before_a_validation_was_due_go_on(tmp_path: Path) ->
         for max_steps, resumes in ((7, False), (3, False), (7, True)):
             pl.seed_everything(10 * resumes + rank, verbose=False)
             trainer = quiet_trainer(
-                callbacks=[ExactResume(), *([StopAfter(3)] if max_steps == 3 else [])],
+                callbacks=[ExactResume(), *([at(stop_run, step=3)] if max_steps == 3 else [])],
                 max_epochs=-1,
                 max_steps=7,
                 val_check_interval=2,
@@ -324,10 +299,6 @@ def test_ranks_that_stopped_before_a_validation_was_due_go_on(tmp_path: Path) ->
 def test_a_run_that_was_stopped_has_no_trace_of_its_last_validation(tmp_path: Path) -> None:
     """Lightning validates once more when a run stops, and `save_last=True` writes after it."""
 
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-            trainer.should_stop = trainer.global_step == 3
-
     def fit(*stop: Callback, ckpt_path: Path | None = None) -> Any:
         pl.seed_everything(0 if ckpt_path is None else 5, verbose=False)
         checkpoint = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=100)
@@ -338,7 +309,7 @@ def test_a_run_that_was_stopped_has_no_trace_of_its_last_validation(tmp_path: Pa
         trainer.fit(module, LOADERS["shuffle"](), ckpt_path=ckpt_path)
         return len(module.steps), [parameter.tolist() for parameter in module.parameters()], torch.rand(()).item()
 
-    steps, *_ = fit(Stop())
+    steps, *_ = fit(at(stop_run, step=3))
     rest, *resumed = fit(ckpt_path=tmp_path / "last.ckpt")
     straight_steps, *straight = fit()
     assert steps == 3
@@ -358,25 +329,16 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class Counted(Callback):
-    def __init__(self, operations: Operations) -> None:
-        self.operations = operations
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0:
-            self.operations.__enter__()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == BATCHES - 1:
-            self.operations.__exit__(None, None, None)
-
-
 def test_what_it_costs(tmp_path: Path) -> None:
     """Nothing between checkpoints, and in one the random numbers and those of each loader."""
     numbers, states = [], []
     for callbacks in ([], [ExactResume()]):
         operations = Operations()
-        trainer = quiet_trainer(callbacks=[*callbacks, Counted(operations)], limit_val_batches=0)
+        counted = [
+            at(lambda *_, mode=operations: mode.__enter__(), "on_train_batch_start", batch_idx=0),
+            at(lambda *_, mode=operations: mode.__exit__(None, None, None), batch_idx=BATCHES - 1),
+        ]
+        trainer = quiet_trainer(callbacks=[*callbacks, *counted], limit_val_batches=0)
         with patch.object(exact_resume, "captured", wraps=captured) as copies:
             trainer.fit(Dropped(), LOADERS["shuffle"]())
         assert copies.call_count <= 3  # before the first batch, at the beginning of the epoch, and at its end
@@ -391,13 +353,12 @@ def test_what_it_costs(tmp_path: Path) -> None:
 
 
 def test_a_record_names_the_step_and_kind_that_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Bump(Callback):
-        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.global_step == 4:
-                next(pl_module.parameters()).grad.view(torch.int32)[0, 0] ^= 1 << 20
+    def bump(trainer: Any, pl_module: Any) -> None:
+        next(pl_module.parameters()).grad.view(torch.int32)[0, 0] ^= 1 << 20
 
     files = [tmp_path / name for name in ("straight.jsonl", "resumed.jsonl", "other.jsonl")]
-    for file, before, others in zip(files, ((), (3,), ()), ([], [], [Bump()]), strict=True):
+    bumps = at(bump, "on_after_backward", step=4)
+    for file, before, others in zip(files, ((), (3,), ()), ([], [], [bumps]), strict=True):
         run(
             tmp_path / file.stem,
             before,
@@ -432,7 +393,8 @@ def test_random_numbers_of_all_libraries_are_put_back() -> None:
 
 def saved_after(tmp_path: Path, loader: Any, batches: int = 2, callback: Callback | None = None) -> Path:
     path = tmp_path / "saved.ckpt"
-    trainer = quiet_trainer(callbacks=[callback or ExactResume(), SavesEverywhere("on_train_batch_end", batches, path)])
+    saves = at(saved_and_interrupted(path), call=batches)
+    trainer = quiet_trainer(callbacks=[callback or ExactResume(), saves])
     with pytest.raises(Interruption):
         trainer.fit(Dropped(), loader)
     return path
@@ -495,7 +457,6 @@ def test_a_damaged_state_changes_nothing(damage: Any, message: str, tmp_path: Pa
     checkpoint = torch.load(path, weights_only=True)  # tensors and plain values
     damage(checkpoint["lightning_mp_exact_resume"])
     torch.save(checkpoint, path)
-    state = captured(torch.device("cpu"))["torch"]
     torch.manual_seed(3)
     state = torch.get_rng_state()
     with pytest.raises(ValueError, match=message):
@@ -559,9 +520,6 @@ def test_loaders_made_before_the_checkpoint_is_read_continue_too(tmp_path: Path)
             for before in ((), (BATCHES + 3,))
         ]
         assert runs[1].differences(runs[0]) == []
-
-
-# -- the order and the seeds of the ranks ------------------------------------------------------------------------------
 
 
 def position_of(rank: int, seed: int) -> tuple[LoaderPosition, DistributedSampler[Any]]:

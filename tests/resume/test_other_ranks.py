@@ -11,8 +11,8 @@ from exact_runs import BATCH, BATCHES, SAMPLES, Augmented, Dropped
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from pipelined_models import PipelinedMLP, fit
-from restarts import Interruption
-from small_models import quiet_trainer
+from restarts import Interruption, saved_and_interrupted
+from small_models import at, quiet_trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
@@ -22,19 +22,6 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 
 Steps = dict[tuple[int, int], list[float]]
 SAVED_AFTER = BATCHES + 2
-
-
-class Saves(Callback):
-    """After so many batches, and interrupts the run there."""
-
-    def __init__(self, path: Path, batches: int = SAVED_AFTER) -> None:
-        self.path, self.left = path, batches
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.left -= 1
-        if not self.left:
-            trainer.save_checkpoint(self.path)
-            raise Interruption
 
 
 def shuffled(batch_size: int) -> "DataLoader[Any]":
@@ -49,7 +36,7 @@ def train(
     trainer = quiet_trainer(
         devices=ranks,
         strategy="ddp" if ranks > 1 else "auto",
-        callbacks=[ExactResume(), *([Saves(saves)] if saves is not None else [])],
+        callbacks=[ExactResume(), *([at(saved_and_interrupted(saves), call=SAVED_AFTER)] if saves is not None else [])],
         max_epochs=3,
         use_distributed_sampler=True,
     )
@@ -132,7 +119,7 @@ def test_the_stages_of_a_pipeline_draw_on(tmp_path: Path) -> None:
         return module.train_losses, [p.detach() for p in module.parameters() if p.device.type != "meta"]
 
     straight = run_ranks(lambda _: on_rank(), 2)
-    run_ranks(lambda _: on_rank(Saves(path, 4)), 2)
+    run_ranks(lambda _: on_rank(at(saved_and_interrupted(path), call=4)), 2)
     for (losses, weights), (own, own_weights) in zip(
         straight, run_ranks(lambda _: on_rank(resumes=path), 2), strict=True
     ):

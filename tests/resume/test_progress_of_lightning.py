@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from restarts import (
     MOMENTS,
     SAVES,
@@ -17,7 +17,7 @@ from restarts import (
     interrupted,
     trace,
 )
-from small_models import quiet_trainer
+from small_models import at, quiet_trainer, raising
 
 from lightning_mp import AtomicCheckpoints
 
@@ -58,11 +58,6 @@ def test_what_resumable_progress_corrects_is_still_wrong_without_it(
     assert stock != straight
 
 
-class FailsInValidation(Callback):
-    def on_validation_start(self, *_: Any) -> None:
-        raise Interruption
-
-
 def test_a_validation_that_was_due_is_left_out(tmp_path: Path) -> None:
     """Lightning-AI/pytorch-lightning#20288: the checkpoint of the batch before it was written, then the run ended."""
     seen = {}
@@ -75,7 +70,7 @@ def test_a_validation_that_was_due_is_left_out(tmp_path: Path) -> None:
                 num_sanity_val_steps=0,
                 val_check_interval=2,
             )
-            for fails in ([FailsInValidation()], [])
+            for fails in ([at(raising(Interruption()), "on_validation_start")], [])
         ]
         events = trace(trainers, SizedStream, tmp_path / name / "last.ckpt", module=ValidatedByEpoch).events
         seen[name] = {step for event, step, _ in events if event == "validation_step"}

@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from restarts import (
     BATCHES,
     SAVES,
-    InterruptedBefore,
     Interruption,
     Save,
     SizedStream,
@@ -20,9 +19,10 @@ from restarts import (
     TurningStream,
     ValidatedByEpoch,
     interrupted,
+    interrupted_before,
     trace,
 )
-from small_models import quiet_trainer
+from small_models import at, quiet_trainer, raising
 
 from lightning_mp import AtomicCheckpoints, ChinchillaBudget, StopAtBoundary
 from lightning_mp.resume.resumable_progress import reopen_epoch, skip_started_epoch
@@ -55,18 +55,6 @@ def test_a_restarted_run_sees_the_same_batches(
         assert restarted == straight, before
 
 
-class FailsOnce(Callback):
-    """In its n-th epoch, before the first batch."""
-
-    def __init__(self, epoch: int) -> None:
-        self.left = epoch
-
-    def on_train_epoch_start(self, *_: Any) -> None:
-        self.left -= 1
-        if not self.left:
-            raise Interruption
-
-
 @a_stream
 @pytest.mark.parametrize("limit", LIMITS.values(), ids=list(LIMITS))
 @pytest.mark.parametrize("reload", [0, 1], ids=["one loader", "a loader for each epoch"])
@@ -84,7 +72,7 @@ def test_an_epoch_that_ended_in_its_first_hook_begins_again(
                 callbacks=[
                     AtomicCheckpoints(),
                     ModelCheckpoint(tmp_path / name, save_on_exception=True, **saves),  # type: ignore[arg-type]
-                    FailsOnce(epoch),
+                    at(raising(Interruption()), "on_train_epoch_start", call=epoch),
                 ],
                 enable_checkpointing=True,
                 reload_dataloaders_every_n_epochs=reload,
@@ -97,11 +85,6 @@ def test_an_epoch_that_ended_in_its_first_hook_begins_again(
     straight = run("straight")
     for epochs in ((1,), (2,), (2, 1), (2, 2)):
         assert run(str(epochs), *epochs) == straight, epochs
-
-
-class FailsInValidation(Callback):
-    def on_validation_start(self, *_: Any) -> None:
-        raise Interruption
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks")
@@ -123,8 +106,8 @@ def test_a_validation_that_was_made_up_for_may_write_the_next_checkpoint(stream:
     never = {"every_n_train_steps": 1000}
     straight = trace([trainer(**never)], stream, tmp_path / "none.ckpt", module=ValidatedByEpoch)
     trainers = [
-        trainer(FailsInValidation(), every_n_train_steps=2),
-        trainer(InterruptedBefore(1), monitor="score", save_on_train_epoch_end=False),
+        trainer(at(raising(Interruption()), "on_validation_start"), every_n_train_steps=2),
+        trainer(interrupted_before(1), monitor="score", save_on_train_epoch_end=False),
         trainer(**never),
     ]
     assert trace(trainers, stream, tmp_path / "last.ckpt", module=ValidatedByEpoch) == straight
@@ -170,15 +153,9 @@ def test_a_run_that_had_ended_goes_on_with_a_larger_limit(limit: str, stream: ty
         assert goes_on_as(straight, trace(trainers, stream, tmp_path / f"{ends}.ckpt", saves_after=True)), ends
 
 
-class AsksToStop(Callback):
+def asks_to_stop(stop: StopAtBoundary, step: int) -> Callback:
     """After an optimizer step, as a scheduler of jobs does."""
-
-    def __init__(self, stop: StopAtBoundary, step: int) -> None:
-        self.stop, self.step = stop, step
-
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            self.stop._fit.asked_by = "SIGTERM"
+    return at(lambda *_: setattr(stop._fit, "asked_by", "SIGTERM"), "on_train_batch_start", step=step)
 
 
 @a_stream
@@ -190,7 +167,7 @@ def test_a_run_that_was_asked_to_stop_goes_on(stream: type[Stream], tmp_path: Pa
         stops = [StopAtBoundary(dirpath=path.parent, filename="stopped") for _ in steps]
         trainers = [
             *(
-                quiet_trainer(callbacks=[stop, AsksToStop(stop, n)], **limit)
+                quiet_trainer(callbacks=[stop, asks_to_stop(stop, n)], **limit)
                 for stop, n in zip(stops, steps, strict=True)
             ),
             quiet_trainer(callbacks=[StopAtBoundary()], **limit),
@@ -264,13 +241,12 @@ def test_only_an_epoch_in_its_first_hook_is_left_out(
 def test_a_second_fit_saves_its_own_position_in_the_data(tmp_path: Path) -> None:
     positions = []
 
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "inside.ckpt")
-            loops = torch.load(tmp_path / "inside.ckpt", weights_only=True)["loops"]
-            positions.append(loops["fit_loop"]["state_dict"]["combined_loader"][0]["position"])
+    def save(trainer: pl.Trainer, _: Any) -> None:
+        trainer.save_checkpoint(tmp_path / "inside.ckpt")
+        loops = torch.load(tmp_path / "inside.ckpt", weights_only=True)["loops"]
+        positions.append(loops["fit_loop"]["state_dict"]["combined_loader"][0]["position"])
 
-    trainer = quiet_trainer(callbacks=[AtomicCheckpoints(), Saves()], max_epochs=1)
+    trainer = quiet_trainer(callbacks=[AtomicCheckpoints(), at(save)], max_epochs=1)
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(Traced(), SizedStream())

@@ -11,17 +11,9 @@ import torch
 from huggingface_models import gpt2
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import MixedPrecision
-from memory_cells import (
-    KEPT,
-    OTHERS,
-    PLUGINS,
-    compare_on_one_device,
-    compare_on_ranks,
-    estimate_peak,
-    measure_peaks,
-)
+from memory_cells import KEPT, OTHERS, PLUGINS, compare_on_one_device, compare_on_ranks, estimate_peak, measure_peaks
 from memory_models import MODELS, OPTIMIZERS, Decoder, Project
-from small_models import quiet_trainer
+from small_models import Parts, quiet_trainer
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -209,18 +201,16 @@ def test_the_peak_on_two_ranks_is_that_of_the_allocator(strategy):
 def test_attention_with_dropout_and_the_loss_of_16_bit_logits_are_those_of_cuda():
     """Fused attention saves no scores; the softmax of the loss reads 16 bit, so no fp32 copy of the logits is made."""
 
-    class Attends(nn.Module):
-        def __init__(self, dropout):
-            super().__init__()
-            self.layer, self.dropout = nn.Linear(32, 32), dropout
+    def attends(dropout):
+        def forward(module, x):
+            x = module.layer(x).view(2, 4, 64, 8)
+            return F.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
 
-        def forward(self, x):
-            x = self.layer(x).view(2, 4, 64, 8)
-            return F.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout)
+        return Parts(forward, layer=lambda: nn.Linear(32, 32))
 
     x = torch.zeros(2, 64, 32)
-    saved = {d: estimate_memory(Attends(0.1), x, device_type=d).saved_bytes for d in ("cuda", "cpu")}
-    assert saved["cuda"] == estimate_memory(Attends(0.0), x).saved_bytes < saved["cpu"]
+    saved = {d: estimate_memory(attends(0.1), x, device_type=d).saved_bytes for d in ("cuda", "cpu")}
+    assert saved["cuda"] == estimate_memory(attends(0.0), x).saved_bytes < saved["cpu"]
 
     head, labels = nn.Linear(8, 1000, bias=False), torch.zeros(512, dtype=torch.long)
 

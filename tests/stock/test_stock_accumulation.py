@@ -11,7 +11,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, StochasticWeightAveraging
-from small_models import Regression, ResumableLoader, Trained, fit, loader, quiet_trainer, regression_batches
+from small_models import (
+    Regression,
+    ResumableLoader,
+    Trained,
+    at,
+    fit,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    saving,
+    stop_run,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -114,13 +125,8 @@ def test_a_change_inside_an_epoch_drops_or_repeats_micro_batches(
 def resumed_steps(folder: Path, stop_after: int, make: Any, **arguments: Any) -> list[dict[int, float]]:
     """Of a run that goes on from a checkpoint that was saved at the end of a micro-batch."""
 
-    class Save(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
-            if arguments[-1] == stop_after:
-                trainer.save_checkpoint(folder / "middle.ckpt")
-                trainer.should_stop = True
-
-    fit(Shares(), ResumableLoader(rows()), *make(), Save(), **arguments)
+    saves, stops = (at(act, batch_idx=stop_after) for act in (saving(folder / "middle.ckpt"), stop_run))
+    fit(Shares(), ResumableLoader(rows()), *make(), saves, stops, **arguments)
     module = Shares()
     fit(module, ResumableLoader(rows()), callbacks=make(), ckpt_path=folder / "middle.ckpt", **arguments)
     return module.steps
@@ -177,20 +183,11 @@ def test_a_resume_inside_a_window_loses_its_gradient(tmp_path: Path) -> None:
     assert ours[0] == {4: 0.25, 5: 0.25, 6: 0.25, 7: 0.25}
 
 
-class StopIn(Callback):
-    """Asks for the end of the run in a micro-batch."""
-
-    def __init__(self, batch_idx: int) -> None:
-        self.batch_idx = batch_idx
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
-        trainer.should_stop = trainer.should_stop or arguments[-1] == self.batch_idx
-
-
 def test_a_stop_inside_a_window_loses_its_gradients() -> None:
     """D38."""
-    assert [*map(len, shares(callbacks=[StopIn(5)], accumulate_grad_batches=4))] == [4]
-    assert [*map(len, shares(callbacks=[StopIn(5), AccumulationScheduler({0: 4})]))] == [4, 4]
+    stop = at(stop_run, batch_idx=5)
+    assert [*map(len, shares(callbacks=[stop], accumulate_grad_batches=4))] == [4]
+    assert [*map(len, shares(callbacks=[stop, AccumulationScheduler({0: 4})]))] == [4, 4]
 
 
 def test_stochastic_weight_averaging_sets_the_accumulation() -> None:
@@ -201,13 +198,12 @@ def test_stochastic_weight_averaging_sets_the_accumulation() -> None:
             super().__init__()
             self.net.insert(1, nn.BatchNorm1d(16))
 
-    class Note(Callback):
-        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            seen.append((trainer.current_epoch, trainer.accumulate_grad_batches))
-
     seen: list[tuple[int, int]] = []
     averaging = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
-    fit(Normed(), regression_batches(3), averaging, Note(), max_epochs=2)
+    noting = at(
+        lambda trainer, _: seen.append((trainer.current_epoch, trainer.accumulate_grad_batches)), "on_train_batch_start"
+    )
+    fit(Normed(), regression_batches(3), averaging, noting, max_epochs=2)
     assert set(seen) == {(0, 1), (1, 1), (2, 4)}
     both = [StochasticWeightAveraging(swa_lrs=1e-2), AccumulationScheduler({0: 3})]
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="cannot be used with Stochastic"):

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback, ThroughputMonitor
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, StrategyRegistry
-from small_models import LIGHTNING_27, TokenModel, fit, token_batches
+from small_models import LIGHTNING_27, Parts, TokenModel, fit, token_batches
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.flop_counter import FlopCounterMode
@@ -145,20 +145,11 @@ def test_grouped_convolutions_are_counted_too_often() -> None:
     assert count_flops(layer, x).model == 2 * count_flops(layer, x).forward
 
 
-class Experts(nn.Module):
-    """Two of eight layers per token, as a router chooses them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts[1](x) + self.experts[4](x)
-
-
 def test_a_count_by_parameters_has_every_expert() -> None:
     """D56: 6 operations for each parameter and token, as model cards count; inputs need no gradient here."""
-    model, tokens = Experts(), 10
+    experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(8))
+    # two of eight layers per token, as a router chooses them
+    model, tokens = Parts(lambda m, x: m.experts[1](x) + m.experts[4](x), experts=lambda: experts), 10
     by_parameters = 6 * sum(p.numel() for p in model.parameters()) * tokens
     counted = count_flops(model, torch.zeros(tokens, 16))
     assert by_parameters == 3 * counted.forward * 8 / 2

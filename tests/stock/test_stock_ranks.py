@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import FSDPPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from reductions_counter import ReductionsPerStep
-from small_models import Regression, Trained, fit, regression_batches, shard
-from torch import Tensor, nn
+from small_models import Parts, Regression, Trained, fit, regression_batches, shard
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -88,21 +88,11 @@ def gradient_elements_without_a_reduction() -> int:
     return int(kept.unsharded_grad_data.numel())
 
 
-class Late(nn.Module):
-    """A layer that the first micro-batch does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.late = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, late: bool) -> Tensor:
-        hidden: Tensor = self.always(x)
-        return self.late(hidden) if late else hidden
-
-
 def a_layer_first_used_in_the_last_micro_batch() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model: Any = fully_shard(Late(), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    layers = {name: lambda: nn.Linear(8, 8) for name in ("always", "late")}
+    whole = Parts(lambda m, x, late: m.late(m.always(x)) if late else m.always(x), **layers)
+    model: Any = fully_shard(whole, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
     for last in (False, True):
         model.set_requires_gradient_sync(last)
         model(torch.ones(1, 8), last).float().sum().backward()

@@ -8,7 +8,18 @@ import torch.distributed as dist
 from gloo import run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
-from small_models import Regression, TokenModel, adamw, fused_adamw, loader, quiet_trainer, token_batches, weights
+from small_models import (
+    Regression,
+    TokenModel,
+    adamw,
+    at,
+    fused_adamw,
+    loader,
+    plant_inf,
+    quiet_trainer,
+    token_batches,
+    weights,
+)
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor
 
@@ -86,15 +97,12 @@ def test_the_mean_is_over_all_ranks_with_one_reduction_per_window(precision: str
 def test_an_overflow_in_one_ranks_own_gradients_skips_on_all() -> None:
     """Where DDP does not spread the inf itself: it is planted after the reduction, on rank 1 only."""
 
-    class Plant(Callback):
-        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-            if trainer.global_rank == 1 and trainer.global_step == 1:
-                pl_module.net[0].weight.grad[0, 0] = torch.inf
-
     def train(rank: int) -> Any:
         module = Regression(fused_adamw)
         monitor = OverflowMonitor()
-        trainer = ddp_trainer(plugins=plugin("16-mixed"), callbacks=[monitor, Plant()])
+        trainer = ddp_trainer(
+            plugins=plugin("16-mixed"), callbacks=[monitor, at(plant_inf(), "on_after_backward", rank=1, step=1)]
+        )
         batches = [[torch.randn(4, 8), torch.randn(4, 1)] for _ in range(4)]
         trainer.fit(module, loader(batches))
         return weights(module), monitor.skipped_steps, trainer.precision_plugin.scaler.get_scale()

@@ -18,7 +18,7 @@ from fsdp2_runs import fp16, fsdp2, model, train
 from gloo import RankError, run_ranks, run_same_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
-from small_models import Regression, quiet_trainer
+from small_models import Regression, at, quiet_trainer, saving
 from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_mp import AtomicCheckpoints, JointOptimizer, MasterWeightsPrecision, matrices_and_rest
@@ -77,10 +77,7 @@ class SavedAt(Callback):
 class Muon(type(model())):  # type: ignore[misc]
     def configure_optimizers(self) -> Any:
         matrices, rest = matrices_and_rest(self)
-        return JointOptimizer(
-            [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)],
-            module=self,
-        )
+        return JointOptimizer([torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)], module=self)
 
 
 class LowBit(type(model())):  # type: ignore[misc]
@@ -320,24 +317,18 @@ def test_whatever_ends_a_run_waits_for_its_checkpoint(end: Any, raised: Any, tmp
 
 @pytest.mark.parametrize("ends", ["by itself", "by an exception"])
 def test_a_failure_of_the_last_write_is_raised_by_fit_or_said_beside_its_exception(ends: str, tmp_path: Path) -> None:
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 2:
-                trainer.save_checkpoint(tmp_path / "a.ckpt")
-                if ends == "by an exception":
-                    planted_error()
-
     def on_rank(rank: int) -> tuple[str, list[str]]:
         def fail() -> None:
             raise OSError("planted: no space left")
 
-        said: list[str] = []
+        acts = [saving(tmp_path / "a.ckpt"), *([lambda *_: planted_error()] if ends == "by an exception" else [])]
+        callbacks, said = [at(act, step=2) for act in acts], list[str]()
         with (
             writes(fail),
             patch.object(background, "rank_zero_warn", said.append),
             pytest.raises((RuntimeError, ValueError)) as caught,
         ):
-            train(rank, 2, fsdp2(async_checkpoints=True), steps=2, callbacks=[Saves()])
+            train(rank, 2, fsdp2(async_checkpoints=True), steps=2, callbacks=callbacks)
         return str(caught.value), said
 
     message = f"The checkpoint {tmp_path / 'a.ckpt'} could not be written"
@@ -352,16 +343,15 @@ def test_a_failure_of_the_last_write_is_raised_by_fit_or_said_beside_its_excepti
 
 
 def test_a_checkpoint_is_complete_before_it_is_read_and_at_once_after_a_run(tmp_path: Path) -> None:
-    class Reads(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            path = tmp_path / "a.ckpt"
-            trainer.save_checkpoint(path)
-            assert trainer.strategy.load_checkpoint(path)["global_step"] == trainer.global_step
+    def read(trainer: Any, _: Any) -> None:
+        path = tmp_path / "a.ckpt"
+        trainer.save_checkpoint(path)
+        assert trainer.strategy.load_checkpoint(path)["global_step"] == trainer.global_step
 
     def on_rank(rank: int) -> bool:
         with writes(lambda: time.sleep(0.1)):
             strategy = fsdp2(async_checkpoints=True)
-            train(rank, 2, strategy, steps=2, callbacks=[Reads()], save_to=tmp_path / "b.ckpt")
+            train(rank, 2, strategy, steps=2, callbacks=[at(read)], save_to=tmp_path / "b.ckpt")
         return latest_checkpoint(tmp_path) == tmp_path / "b.ckpt"
 
     assert run_same_ranks(on_rank, 2) == [True, True]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp2_runs import assert_same, assert_same_on_ranks, batches, fp16, fsdp2, full_weights, model, train
 from gloo import on_ranks
 from gloo import run_same_ranks as run_ranks
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -20,9 +20,11 @@ from small_models import (
     Regression,
     ResumableLoader,
     adamw,
+    at,
     loader,
     quiet_trainer,
     regression_batches,
+    saving,
     sgd,
     shard,
 )
@@ -227,14 +229,6 @@ def test_the_latest_checkpoint_is_found_again(callbacks: Any, tmp_path: Path) ->
 # -- optimizers whose state is not there as a whole --------------------------------------------------------------------
 
 
-class SavesFirst(Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.full
 def test_a_checkpoint_from_before_the_first_step_changes_nothing_and_goes_on(tmp_path: Path) -> None:
     """torch makes up a step to see an optimizer's state, and Adam would count it."""
@@ -244,7 +238,7 @@ def test_a_checkpoint_from_before_the_first_step_changes_nothing_and_goes_on(tmp
         same = []
         for sharded in (True, False):
             path = tmp_path / str(sharded)
-            for arguments in ({"callbacks": [SavesFirst(path)]}, {"ckpt_path": path}):
+            for arguments in ({"callbacks": [at(saving(path), "on_train_start")]}, {"ckpt_path": path}):
                 strategy = fsdp2(save_distributed_checkpoint=sharded)
                 weights = train(rank, 2, strategy, steps=3, **arguments)["weights"]
                 same.append([torch.equal(weights[name], w) for name, w in straight.items()])
@@ -401,13 +395,7 @@ def test_folders_that_cannot_be_loaded_are_refused(rank: int, tmp_path: Path) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("ranks", "arguments"),
-    [
-        (2, {}),
-        (4, TENSOR),
-        (4, {"replicate_size": 2}),
-    ],
-    ids=["shards", "2-D", "hybrid"],
+    ("ranks", "arguments"), [(2, {}), (4, TENSOR), (4, {"replicate_size": 2})], ids=["shards", "2-D", "hybrid"]
 )
 def test_a_folder_becomes_a_file_for_one_device(
     ranks: int, arguments: Any, straight: dict[str, Any], tmp_path: Path

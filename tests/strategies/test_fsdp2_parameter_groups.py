@@ -100,9 +100,6 @@ def assert_same_weights(ours: dict[str, Any], theirs: dict[str, Any], rtol: floa
         torch.testing.assert_close(ours[name], value, rtol=rtol, atol=atol, msg=name)
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
-
-
 def step_lr(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 100)
 
@@ -157,11 +154,7 @@ def test_settings_of_groups_come_back_as_from_a_single_file(tmp_path: Path) -> N
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ((2, {}), (2, {})),
-        ((2, {}), (1, {})),
-        ((4, {"replicate_size": 2}), (2, {})),
-    ],
+    [((2, {}), (2, {})), ((2, {}), (1, {})), ((4, {"replicate_size": 2}), (2, {}))],
     ids=["2 ranks", "2 to 1", "hybrid to 2"],
 )
 def test_groups_in_another_order_go_on_with_what_they_have(before: Any, after: Any, tmp_path: Path) -> None:
@@ -231,9 +224,6 @@ def test_another_number_of_optimizers_is_refused_in_both_directions(rank: int, k
         leg(Grouped("together"), 4, strategy=sharded(kind), devices=2, ckpt_path=paths[2])
     with pytest.raises(ValueError, match="holds the state of 1 optimizers, and configure_optimizers made 2"):
         leg(TwoOptimizers(), 4, strategy=sharded(kind), devices=2, ckpt_path=paths[1])
-
-
-# -- groups that were added during the run -----------------------------------------------------------------------------
 
 
 class Unfreezes(BaseFinetuning):

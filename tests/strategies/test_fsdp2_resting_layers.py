@@ -138,16 +138,8 @@ PRECISIONS = pytest.mark.parametrize("precisions", [QUICK, pytest.param(OTHERS, 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("both", "last"),
-    [
-        (LAST_OF_TWO, ALWAYS),
-        (FIRST_OF_TWO, LAST_OF_TWO),
-        (LAST_OF_TWO, FIRST_OF_TWO),
-    ],
-    ids=[
-        "fresh in the last micro-batch",
-        "rests in the last micro-batch",
-        "a unit that rests in the last micro-batch",
-    ],
+    [(LAST_OF_TWO, ALWAYS), (FIRST_OF_TWO, LAST_OF_TWO), (LAST_OF_TWO, FIRST_OF_TWO)],
+    ids=["fresh in the last micro-batch", "rests in the last micro-batch", "a unit that rests in the last micro-batch"],
 )
 def test_layers_that_rest_in_some_micro_batches_of_a_window(both: Sequence[bool], last: Sequence[bool]) -> None:
     """D54: before torch 2.15 fresh 16-bit gradients beside fp32 sums end in an assertion (pytorch/pytorch#196996)."""

@@ -108,9 +108,6 @@ def test_lightnings_own_16_bit_precision_shards_as_well() -> None:
             torch.testing.assert_close(found[name], value, rtol=1e-2, atol=1e-5)
 
 
-# -- dtypes ------------------------------------------------------------------------------------------------------------
-
-
 class Seen(nn.Module):
     """A norm, an embedding's worth of weights that torch knows nothing of, and a product; and a buffer."""
 
@@ -215,9 +212,6 @@ def test_ranks_start_from_the_weights_of_rank_zero() -> None:
     found = run_ranks(run, 2)
     assert_same_on_ranks(found)
     assert_same(found[0], train(steps=1))
-
-
-# -- with others -------------------------------------------------------------------------------------------------------
 
 
 class Manual(Regression):

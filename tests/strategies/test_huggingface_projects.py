@@ -4,16 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_models import (
-    PRECISIONS,
-    PROJECTS,
-    LanguageModel,
-    label_tokens,
-    llama,
-    plugin,
-    project,
-    streamed_dicts,
-)
+from huggingface_models import PRECISIONS, PROJECTS, LanguageModel, label_tokens, llama, plugin, project, streamed_dicts
 from small_models import fit, quiet_trainer, weights
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, OverflowMonitor, OverflowPostMortem
@@ -37,10 +28,7 @@ def test_a_hugging_face_project_lands_on_its_token_budget(name: str, precision: 
     monitor = OverflowMonitor()
     scheduler = AccumulationScheduler({0: 1, 3: 2, 6: 5}, unit="step")
     trainer = quiet_trainer(
-        max_epochs=-1,
-        gradient_clip_val=1.0,
-        plugins=[plugin(precision)],
-        callbacks=[monitor, scheduler, budget],
+        max_epochs=-1, gradient_clip_val=1.0, plugins=[plugin(precision)], callbacks=[monitor, scheduler, budget]
     )
     trainer.fit(module, data)
     assert module.loss_bearing_tokens == tokens_per_epoch + surplus

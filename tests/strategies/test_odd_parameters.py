@@ -124,11 +124,7 @@ def fits(rank: int, cells: Sequence[tuple[str, str, str]]) -> list[list[float] |
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "precisions"),
-    [
-        ("FSDP2", ("32-true", "bf16-mixed")),
-        ("FSDP2", ("16-mixed",)),
-        ("TP", ("32-true", "bf16-mixed", "16-mixed")),
-    ],
+    [("FSDP2", ("32-true", "bf16-mixed")), ("FSDP2", ("16-mixed",)), ("TP", ("32-true", "bf16-mixed", "16-mixed"))],
 )
 def test_float64_is_trained_as_on_one_process(where: str, precisions: tuple[str, ...]) -> None:
     kinds = ("float64", "a float64 layer", "a float64 scale")

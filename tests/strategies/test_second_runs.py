@@ -9,12 +9,11 @@ import torch
 from fsdp2_runs import Blocks, PostNorm, ResumableLoader, batches, fp16, fsdp2, full_weights, model
 from gloo import FLOAT8, on_ranks
 from gloo import run_same_ranks as run_ranks
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from pipelined_models import PipelinedGPT
-from small_models import Regression, fit, loader, quiet_trainer, regression_batches
+from small_models import Regression, at, fit, loader, quiet_trainer, raising, regression_batches
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -73,9 +72,6 @@ def test_fits_and_evaluations_follow_one_another(strategy: str) -> None:
         assert alone[0] == evaluated[0] == 4, plugin
         for name, value in alone[1].items():
             assert torch.equal(evaluated[1][name], value), (plugin, name)
-
-
-# -- a model that FSDP2Strategy has sharded in an earlier run ----------------------------------------------------------
 
 
 def trainer(**arguments: Any) -> Any:
@@ -155,18 +151,14 @@ def test_a_run_starts_after_one_that_failed_in_the_middle_of_a_step(place: str) 
         assert len(losses) == 2
 
 
-class Fails(Callback):
-    def on_train_batch_end(self, *_: Any) -> None:
-        raise RuntimeError("planted")
-
-
 @pytest.mark.full
 def test_step_methods_are_given_back_and_a_second_run_keeps_the_shards() -> None:
     def run(rank: int) -> Any:
         module = Blocks()
         data = loader(regression_batches(2))
+        fails = at(raising(RuntimeError("planted")))
         with pytest.raises(RuntimeError, match="planted"):
-            quiet_trainer(devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()], callbacks=[Fails()]).fit(module, data)
+            quiet_trainer(devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()], callbacks=[fails]).fit(module, data)
         left = {name for name in vars(module) if name.endswith("_step")}
         shards = [p.to_local().data_ptr() for p in module.parameters()]
         trainer = quiet_trainer(devices=2, strategy=fsdp2(PostNorm), plugins=[fp16()])

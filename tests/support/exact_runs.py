@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
-from restarts import MOMENTS, InterruptedBefore, Interruption
+from restarts import MOMENTS, Interruption, interrupted_before
 from small_models import quiet_trainer
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -254,7 +254,7 @@ def run(
         stopping = EarlyStopping("loss_epoch", patience=100, check_on_train_epoch_end=True)
         checkpoint = ModelCheckpoint(folder, save_last=True, **save.arguments)
         trainer = quiet_trainer(
-            callbacks=[*make_callbacks(), stopping, checkpoint, InterruptedBefore(n)],
+            callbacks=[*make_callbacks(), stopping, checkpoint, interrupted_before(n)],
             enable_checkpointing=True,
             logger=logger,
             log_every_n_steps=1,

@@ -158,11 +158,7 @@ def _server() -> tuple[subprocess.Popen[bytes], socket.socket]:
     with its:
         command = [sys.executable, str(FOLDER / "rank_server.py"), str(its.fileno()), json.dumps(sys.path)]
         process = subprocess.Popen(
-            command,
-            pass_fds=[its.fileno()],
-            env=os.environ | NO_GPU,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            command, pass_fds=[its.fileno()], env=os.environ | NO_GPU, stdin=subprocess.DEVNULL, start_new_session=True
         )
     atexit.register(_end_server, process, ours)
     return process, ours

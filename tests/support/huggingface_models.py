@@ -30,35 +30,33 @@ PRECISIONS = ["16-mixed", "bf16-mixed"]
 Batch = Mapping[str, Tensor]
 
 
-def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=BLOCK_TOKENS,
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-    )
+SMALL_GPT2: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_positions": BLOCK_TOKENS,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+SMALL_LLAMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": BLOCK_TOKENS,
+}
 
 
-def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=BLOCK_TOKENS,
-        )
-    )
+def gpt2(**changes: Any) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(**SMALL_GPT2 | changes))
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SMALL_LLAMA | changes))
 
 
 def texts(count: int, seed: int = 0) -> list[list[int]]:
@@ -125,9 +123,7 @@ class LanguageModel(pl.LightningModule):
     """An ordinary LightningModule around a Hugging Face model, and notes of what it saw."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+        self, model: PreTrainedModel, make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
     ) -> None:
         super().__init__()
         self.model = model
@@ -183,30 +179,11 @@ class HuggingFace(pl.LightningModule):
     def __init__(self, kind: str, dropout: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1}
-        if kind == "llama":
-            config = LlamaConfig(
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=8,
-                **sizes,
-            )
-            self.model: nn.Module = LlamaForCausalLM(config)
-        else:
-            config = GPT2Config(
-                n_positions=8,
-                n_embd=16,
-                n_layer=2,
-                n_head=2,
-                resid_pdrop=dropout,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                **sizes,
-            )
-            self.model = GPT2LMHeadModel(config)
+        self.model: nn.Module = (
+            llama(vocab_size=32, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=8)
+            if kind == "llama"
+            else gpt2(vocab_size=32, n_positions=8, resid_pdrop=dropout)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss

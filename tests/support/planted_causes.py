@@ -211,14 +211,10 @@ PLANTED_CAUSES: dict[str, PlantedCause] = {
     "nan in the input": _dies("data", "data", "", _with_loss(F.mse_loss), spoil=_spoil(0, torch.nan)),
     "broken weight": _dies("weights", "weights", "net.0", _broken_weight),
     "learning rate too high, AdamW": _dies(
-        *("diverged", "", ""),
-        _with_loss(F.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e6)),
-        num_batches=4,
+        *("diverged", "", ""), _with_loss(F.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e6)), num_batches=4
     ),
     "learning rate too high, SGD": _dies(
-        *("diverged", "", ""),
-        _with_loss(F.mse_loss, optimizer=partial(torch.optim.SGD, lr=1e5)),
-        num_batches=4,
+        *("diverged", "", ""), _with_loss(F.mse_loss, optimizer=partial(torch.optim.SGD, lr=1e5)), num_batches=4
     ),
     "exploding gradients through time": _dies("range", "backward", "net.1", _around(_chaos)),
     "loss scale too high": _dies("scale", "backward", "", _with_loss(F.mse_loss), plugin=partial(fp16, 2.0**24)),

@@ -45,30 +45,12 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class ManualNet(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
 class ScattersIntoBf16(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden = self.net[0](batch[0])
         target = torch.zeros(hidden.shape, device=hidden.device)
         target = target.index_add(0, torch.arange(len(hidden), device=hidden.device), hidden)
         return target.square().mean() + super().training_step(batch, batch_idx)
-
-
-class OwnScaler(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scaler = torch.amp.GradScaler("cpu")
 
 
 class DividesByTrainer(Net):
@@ -147,72 +129,12 @@ class ForgottenHead(Net):
         return torch.optim.AdamW(self.net[0].parameters(), lr=1e-3)
 
 
-class UnusedLayer(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(2, 2)
-
-
-class FrozenNorm(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, nn.BatchNorm1d(WIDTH))
-        self.net[1].requires_grad_(False)
-
-
-class LeftInEval(Net):
-    """A model as ``from_pretrained`` returns it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, nn.Dropout(0.1))
-        self.net.eval()
-
-
-class DropPath(nn.Module):
+class DropPath(nn.Identity):
     """As that of timm and transformers."""
 
     def __init__(self, drop_prob: float) -> None:
         super().__init__()
         self.drop_prob = drop_prob
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class PathsInEval(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, DropPath(0.1))
-        self.net.insert(1, DropPath(0.0))
-        self.net.eval()
-
-
-class Adapted(Net):
-    """A frozen base and its adapter, both in bf16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
-        self.bfloat16()
-
-
-class FrozenBase(Net):
-    """4.3 MiB of a frozen base in fp32, and a trained rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(0, nn.Sequential(nn.Linear(WIDTH, 2**16), nn.Linear(2**16, WIDTH)).requires_grad_(False))
-
-
-class HalfTied(Net):
-    """Two parameters with one memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.append(nn.Linear(1, 1))
-        self.net.insert(1, nn.Linear(WIDTH, WIDTH))
-        self.net[1].weight = nn.Parameter(self.net[0].weight.data)
 
 
 class Scheduled(Net):
@@ -262,16 +184,36 @@ class ManualUnrolled(Unrolled):
         self.optimizers().step()
 
 
-class Huge(Net):
+def changed(change: Callable[[Any], Any]) -> Callable[[], Net]:
+    """A :class:`Net` of which something is changed."""
+
+    def make() -> Net:
+        module = Net()
+        change(module)
+        return module
+
+    return make
+
+
+own_scaler = changed(lambda module: setattr(module, "scaler", torch.amp.GradScaler("cpu")))
+
+
+def _frozen_base() -> nn.Module:
+    """4.3 MiB in fp32."""
+    return nn.Sequential(nn.Linear(WIDTH, 2**16), nn.Linear(2**16, WIDTH)).requires_grad_(False)
+
+
+def _share_memory(module: Net) -> None:
+    """Two parameters with one memory."""
+    module.net.append(nn.Linear(1, 1))
+    module.net.insert(1, nn.Linear(WIDTH, WIDTH))
+    module.net[1].weight = nn.Parameter(module.net[0].weight.data)
+
+
+def _huge() -> Net:
     """6 billion parameters, without memory."""
-
-    def __init__(self) -> None:
-        with torch.device("meta"):
-            super().__init__(80_000)
-
-
-def _frozen() -> pl.LightningModule:
-    return Net().requires_grad_(False)
+    with torch.device("meta"):
+        return Net(80_000)
 
 
 def _one_cycle(optimizer: Any, module: pl.LightningModule, steps: int | None = None) -> dict[str, Any]:
@@ -337,6 +279,13 @@ def _fsdp() -> dict[str, Any]:
     return {"plugins": [AutocastPrecision("bf16-mixed")], "strategy": CpuFsdp(mixed_precision=own)}
 
 
+def _of_checkpoint(name: str, severity: Severity, what: str, cure: str, **trainer: Any) -> Project:
+    path = Path(f"{name}.ckpt")
+    return Project(
+        "checkpoint", severity, what, cure, trainer=lambda: trainer or {"max_epochs": 2}, options={"ckpt_path": path}
+    )
+
+
 PROJECTS: dict[str, Project] = {
     "bf16 for a T4": Project(
         *("device", "warning", "T4 (Turing) has no bf16 units", "AutocastPrecision('16-mixed')"),
@@ -376,12 +325,12 @@ PROJECTS: dict[str, Project] = {
     ),
     "two scalers": Project(
         *("scaler_superfluous", "error", "so does a GradScaler in the module (scaler)", "scaler=LossScaler(...)"),
-        OwnScaler,
+        own_scaler,
         _fp16,
     ),
     "a scaler for bf16": Project(
         *("scaler_superfluous", "warning", "bf16 has the range of fp32", "Remove the scaler"),
-        OwnScaler,
+        own_scaler,
         lambda: {"precision": "bf16-mixed"},
     ),
     "a monitor that finds no tokens": Project(
@@ -390,7 +339,7 @@ PROJECTS: dict[str, Project] = {
     ),
     "a monitor beside manual optimization": Project(
         *("refused", "error", "MFUMonitor needs automatic optimization", "Remove the callback"),
-        ManualNet,
+        Manual,
         lambda: {"callbacks": [MFUMonitor(unit="sample")]},
     ),
     "fp32 beside autocast": Project(
@@ -399,8 +348,7 @@ PROJECTS: dict[str, Project] = {
         lambda: {"plugins": [AutocastPrecision("bf16-mixed")]},
     ),
     "precision at plugin and strategy": Project(
-        *("two_precisions", "warning", "Fsdp(mixed_precision=...)", "Leave the strategy's setting out"),
-        trainer=_fsdp,
+        *("two_precisions", "warning", "Fsdp(mixed_precision=...)", "Leave the strategy's setting out"), trainer=_fsdp
     ),
     "bf16 weights": Project(
         *("weights_in_16_bit", "warning", "HalfPrecision('bf16-true')", "MasterWeightsPrecision('bf16-true')"),
@@ -413,7 +361,7 @@ PROJECTS: dict[str, Project] = {
     ),
     "an adapter in bf16": Project(
         *("weights_in_16_bit", "warning", "2 of 2 trainable parameters are bfloat16", "Cast the trainable ones alone"),
-        Adapted,
+        changed(lambda module: (module.net[0].requires_grad_(False), module.bfloat16())),
         lambda: {"precision": "bf16-mixed"},
     ),
     "a model loaded in fp16": Project(
@@ -424,7 +372,7 @@ PROJECTS: dict[str, Project] = {
     **{
         f"a frozen base in fp32 under {type(plugin()).__name__}": Project(
             *("frozen_in_fp32", "advice", "4 frozen parameters are fp32 (", "dtype=torch.bfloat16"),
-            FrozenBase,
+            changed(lambda module: module.net.insert(0, _frozen_base())),
             lambda plugin=plugin: {"plugins": [plugin()]},  # type: ignore[misc]
         )
         for plugin in (partial(AutocastPrecision, "bf16-mixed"), partial(MasterWeightsPrecision, "bf16-true"))
@@ -458,9 +406,7 @@ PROJECTS: dict[str, Project] = {
         _stock_fp16,
     ),
     "a bare backward": Project(
-        *("step_past_plugin", "error", "loss.backward() itself", "self.manual_backward(loss)"),
-        RawBackward,
-        _fp16,
+        *("step_past_plugin", "error", "loss.backward() itself", "self.manual_backward(loss)"), RawBackward, _fp16
     ),
     "a bare step in fp32": Project(
         *("step_past_plugin", "warning", "training_step calls step() of the bare", "self.optimizers()"), RawStep
@@ -478,34 +424,36 @@ PROJECTS: dict[str, Project] = {
         *("dropout_in_recompute", "error", "dropout has another mask", "preserve_rng_state"), OtherMasks
     ),
     "nothing to train": Project(
-        *("untrained_weights", "error", "None of the 4 parameters", "requires_grad_(True)"), _frozen
+        *("untrained_weights", "error", "None of the 4 parameters", "requires_grad_(True)"),
+        lambda: Net().requires_grad_(False),
     ),
     "a head that no optimizer has": Project(
         *("untrained_weights", "warning", "2 parameters have requires_grad=True", "requires_grad_(False)"),
         ForgottenHead,
     ),
     "an optimizer of another model": Project(
-        *("untrained_weights", "error", "4 parameters have requires_grad=True", "requires_grad_(False)"),
-        TrainsAnother,
+        *("untrained_weights", "error", "4 parameters have requires_grad=True", "requires_grad_(False)"), TrainsAnother
     ),
     "a layer without a gradient under DDP": Project(
         *("unused_weights", "error", "unused.weight", "ddp_find_unused_parameters_true"),
-        UnusedLayer,
+        changed(lambda module: setattr(module, "unused", nn.Linear(2, 2))),
         lambda: {"strategy": "ddp", "devices": 2},
     ),
     "a frozen norm that learns": Project(
-        *("frozen_statistics", "warning", "1 BatchNorm layers are frozen", ".eval()"), FrozenNorm
+        *("frozen_statistics", "warning", "1 BatchNorm layers are frozen", ".eval()"),
+        changed(lambda module: module.net.insert(1, nn.BatchNorm1d(WIDTH).requires_grad_(False))),
     ),
-    "a model left in eval mode": Project(
+    "a model left in eval mode": Project(  # as ``from_pretrained`` returns it
         *("eval_mode", "warning", "1 dropout or BatchNorm layers beside trainable weights", "module.train()"),
-        LeftInEval,
+        changed(lambda module: module.net.insert(1, nn.Dropout(0.1)).eval()),
     ),
     "stochastic depth left in eval mode": Project(
         *("eval_mode", "warning", "1 dropout or BatchNorm layers beside trainable weights", "module.train()"),
-        PathsInEval,
+        changed(lambda module: module.net.insert(1, DropPath(0.1)).insert(1, DropPath(0.0)).eval()),
     ),
     "a tied memory": Project(
-        *("tied_weights", "error", "net.0.weight, net.1.weight share their memory", "as one parameter"), HalfTied
+        *("tied_weights", "error", "net.0.weight, net.1.weight share their memory", "as one parameter"),
+        changed(_share_memory),
     ),
     "a schedule in optimizer steps, called once an epoch": Project(
         *("scheduler_length", "warning", "Lightning's default", "'interval': 'step'"),
@@ -558,7 +506,7 @@ PROJECTS: dict[str, Project] = {
     ),
     "a model that does not fit": Project(
         *("memory", "error", "T4 has 14.9 GiB: it will not fit", "MicroBatchOnOOM()"),
-        Huge,
+        _huge,
         options={"device": "T4"},
         batches=lambda: [[torch.zeros(2, 80_000), torch.zeros(2, 1)]],
     ),
@@ -575,30 +523,20 @@ PROJECTS: dict[str, Project] = {
         lambda: {"plugins": [AutocastPrecision("bf16-mixed")]},
         batches=lambda: [[torch.zeros(2, 512), torch.zeros(2, 1)]],
     ),
-    "a checkpoint of another model": Project(
-        *("checkpoint", "error", "1 of another shape (net.0.weight)", "hyper-parameters"),
-        trainer=lambda: {"max_epochs": 2},
-        options={"ckpt_path": Path("other_model.ckpt")},
+    "a checkpoint of another model": _of_checkpoint(
+        "other_model", "error", "1 of another shape (net.0.weight)", "hyper-parameters"
     ),
-    "a checkpoint of a finished run": Project(
-        *("checkpoint", "error", "after 1 epoch, and max_steps=2, max_epochs=1 ends", "Raise the limit"),
-        trainer=lambda: {"max_steps": 2},
-        options={"ckpt_path": Path("finished.ckpt")},
+    "a checkpoint of a finished run": _of_checkpoint(
+        "finished", "error", "after 1 epoch, and max_steps=2, max_epochs=1 ends", "Raise the limit", max_steps=2
     ),
-    "a checkpoint with another learning rate": Project(
-        *("checkpoint", "warning", "learning rate of 0.001, and other_rate.ckpt has 0.01", "on_train_start"),
-        trainer=lambda: {"max_epochs": 2},
-        options={"ckpt_path": Path("other_rate.ckpt")},
+    "a checkpoint with another learning rate": _of_checkpoint(
+        "other_rate", "warning", "learning rate of 0.001, and other_rate.ckpt has 0.01", "on_train_start"
     ),
-    "a checkpoint with another optimizer": Project(
-        *("checkpoint", "error", "groups of [2] parameters, and the run has [4]", "the same optimizers"),
-        trainer=lambda: {"max_epochs": 2},
-        options={"ckpt_path": Path("other_groups.ckpt")},
+    "a checkpoint with another optimizer": _of_checkpoint(
+        "other_groups", "error", "groups of [2] parameters, and the run has [4]", "the same optimizers"
     ),
-    "a checkpoint of an fp16 run": Project(
-        *("checkpoint", "warning", "holds a loss scale", "the plugin of the earlier run"),
-        trainer=lambda: {"max_epochs": 2},
-        options={"ckpt_path": Path("fp16.ckpt")},
+    "a checkpoint of an fp16 run": _of_checkpoint(
+        "fp16", "warning", "holds a loss scale", "the plugin of the earlier run"
     ),
 }
 
@@ -609,19 +547,12 @@ def write_checkpoints(folder: Path) -> None:
     finished.save_checkpoint(folder / "finished.ckpt")
     fp16 = fit(Net(), regression_batches(1), max_steps=1, **_stock_fp16())
     fp16.save_checkpoint(folder / "fp16.ckpt")
-    for name, edit in (("other_model", _reshape), ("other_rate", _raise_rate), ("other_groups", _drop_parameters)):
+    edits: dict[str, Callable[[dict[str, Any]], None]] = {
+        "other_model": lambda saved: saved["state_dict"].update({"net.0.weight": torch.zeros(9, WIDTH)}),
+        "other_rate": lambda saved: saved["optimizer_states"][0]["param_groups"][0].update(lr=0.01),
+        "other_groups": lambda saved: saved["optimizer_states"][0]["param_groups"][0].update(params=[0, 1]),
+    }
+    for name, edit in edits.items():
         content = torch.load(folder / "finished.ckpt", weights_only=True)
         edit(content)
         torch.save(content, folder / f"{name}.ckpt")
-
-
-def _reshape(content: dict[str, Any]) -> None:
-    content["state_dict"]["net.0.weight"] = torch.zeros(9, WIDTH)
-
-
-def _raise_rate(content: dict[str, Any]) -> None:
-    content["optimizer_states"][0]["param_groups"][0]["lr"] = 0.01
-
-
-def _drop_parameters(content: dict[str, Any]) -> None:
-    content["optimizer_states"][0]["param_groups"][0]["params"] = [0, 1]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from small_models import quiet_trainer
+from small_models import at, quiet_trainer, raising
 from torch import Tensor, nn
 
 #: Of one epoch.
@@ -143,16 +143,17 @@ class ValidatedByEpoch(Validated):
     configure_optimizers = Traced.configure_optimizers
 
 
-class InterruptedBefore(Callback):
+def interrupted_before(micro_batch: int) -> Callback:
     """In place of so many micro-batches of a run or its restart."""
+    return at(raising(Interruption()), "on_train_batch_start", call=micro_batch)
 
-    def __init__(self, micro_batch: int) -> None:
-        self.left = micro_batch
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.left -= 1
-        if not self.left:
-            raise Interruption
+def saved_and_interrupted(path: Path) -> Callable[[Any, Any], None]:
+    def action(trainer: pl.Trainer, _: Any) -> None:
+        trainer.save_checkpoint(path)
+        raise Interruption
+
+    return action
 
 
 class Trace(NamedTuple):
@@ -225,7 +226,7 @@ def interrupted(
             callbacks=[
                 *make_callbacks(),
                 ModelCheckpoint(folder, save_last=True, **save.arguments),
-                InterruptedBefore(n),
+                interrupted_before(n),
             ],
             enable_checkpointing=True,
             num_sanity_val_steps=0,

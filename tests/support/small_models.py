@@ -2,9 +2,10 @@
 
 Modules: :class:`Regression` (may overflow, notes its learning rates), :class:`TokenModel` (labels that are left out),
 :class:`ShardedTokenModel` (FSDP2), :class:`StepsByHand` (manual optimization, mixed in), and :class:`Trained` (any
-parts with any loss).
+parts with any loss; :class:`Parts` with any forward).
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -116,6 +118,19 @@ class Trained(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+class Parts(nn.Module):
+    """Any parts, and a forward that is given this module first; as :class:`Trained` has any loss."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Callable[[], Any]) -> None:
+        super().__init__()
+        self.function = function
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self, *inputs, **named)
 
 
 class StepsByHand(pl.LightningModule):
@@ -227,6 +242,75 @@ def quiet_trainer(**arguments: Any) -> pl.Trainer:
         "use_distributed_sampler": False,
     }
     return pl.Trainer(**(defaults | arguments))
+
+
+def at(
+    action: Callable[[Any, Any], Any],
+    hook: str = "on_train_batch_end",
+    *,
+    step: int | None = None,
+    batch_idx: int | None = None,
+    call: int | None = None,
+    rank: int | None = None,
+) -> Callback:
+    """A callback that calls ``action(trainer, module)`` in a hook: always, or only where all that is given holds.
+
+    Args:
+        action: for example :func:`saving`, :func:`raising` or :func:`stop_run`.
+        hook: its name.
+        step: optimizer steps so far.
+        batch_idx: the last argument of hooks of batches.
+        call: the n-th call of the hook, from 1.
+        rank: of the process; -1 is the last one.
+    """
+    calls = itertools.count(1)
+
+    def called(trainer: pl.Trainer, module: pl.LightningModule, *arguments: Any) -> None:
+        now = (trainer.global_step, next(calls), trainer.global_rank, *arguments[-1:])
+        wanted = (step, call, None if rank is None else rank % trainer.world_size)
+        wanted += () if batch_idx is None else (batch_idx,)
+        if all(given is None or given == found for given, found in zip(wanted, now, strict=False)):
+            action(trainer, module)
+
+    callback = Callback()
+    setattr(callback, hook, called)
+    return callback
+
+
+def saving(path: Any) -> Callable[[Any, Any], None]:
+    return lambda trainer, _: trainer.save_checkpoint(path)
+
+
+def raising(error: BaseException) -> Callable[[Any, Any], None]:
+    def action(*_: Any) -> None:
+        raise error
+
+    return action
+
+
+def plant_inf(name: str = "") -> Callable[[Any, Any], None]:
+    """In what this rank has of the gradient of the parameter, or of the first that has one."""
+
+    def action(_: Any, module: nn.Module) -> None:
+        parameter = module.get_parameter(name) if name else next(p for p in module.parameters() if p.grad is not None)
+        gradient = parameter.grad
+        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)[-1] = torch.inf
+
+    return action
+
+
+def stop_run(trainer: pl.Trainer, _: Any) -> None:
+    trainer.should_stop = True
+
+
+class Outcomes(Callback):
+    """Keeps the outcome of each optimizer step in ``seen``."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_after_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any, outcome: Any) -> None:
+        self.seen.append(outcome)
 
 
 def weights(module: nn.Module) -> list[Tensor]:

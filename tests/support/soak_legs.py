@@ -16,27 +16,7 @@ from soak_model import BUDGET_TOKENS, GROWTH_INTERVAL, MAX_SCALE, MIN_SCALE, PEA
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_mp import (
-    AccumulationScheduler,
-    ActivationCheckpointing,
-    AtomicCheckpoints,
-    AutocastPrecision,
-    BudgetForecast,
-    ChinchillaBudget,
-    FSDP2Strategy,
-    GradientNoiseScale,
-    LossScaler,
-    MasterWeightsPrecision,
-    MFUMonitor,
-    MicroBatchOnOOM,
-    OverflowMonitor,
-    OverflowPostMortem,
-    PrecisionAudit,
-    RankWatchdog,
-    StopAtBoundary,
-    TokenLearningRate,
-    UnderflowMonitor,
-)
+import lightning_mp as mp
 from lightning_mp.accumulation.controller import AccumulationController
 
 #: A loss that is not finite on one rank; memory that runs out on one rank.
@@ -120,7 +100,7 @@ class Recorder(Callback):
         self.look(trainer, pl_module)
 
     def look(self, trainer: Any, pl_module: Any) -> None:
-        monitor = next(c for c in trainer.callbacks if isinstance(c, OverflowMonitor))
+        monitor = next(c for c in trainer.callbacks if isinstance(c, mp.OverflowMonitor))
         counter = AccumulationController.of(trainer).counter
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.found.state = {
@@ -136,38 +116,34 @@ class Recorder(Callback):
 
 def all_callbacks(folder: Path, schedule: Mapping[int, int], *, sharded: bool = False) -> list[Callback]:
     """One of each kind; those that cannot be beside sharded strategies only where they can."""
-    replicated = [MicroBatchOnOOM()]
+    replicated = [mp.MicroBatchOnOOM()]
     return [
-        OverflowMonitor(),
-        OverflowPostMortem(dirpath=folder),
-        UnderflowMonitor(every_n_steps=5),
-        PrecisionAudit(),
-        MFUMonitor(),
-        GradientNoiseScale(),
-        ActivationCheckpointing("head"),
-        AtomicCheckpoints(),
-        BudgetForecast("loss", every_n_steps=7),
-        TokenLearningRate(rate),
-        ChinchillaBudget(tokens=BUDGET_TOKENS, on_waste="extend", save=False),
-        AccumulationScheduler(schedule, unit="step", save_partial_gradients=not sharded),
-        RankWatchdog(timeout_seconds=100),
-        StopAtBoundary(dirpath=folder, filename="saved"),
+        mp.OverflowMonitor(),
+        mp.OverflowPostMortem(dirpath=folder),
+        mp.UnderflowMonitor(every_n_steps=5),
+        mp.PrecisionAudit(),
+        mp.MFUMonitor(),
+        mp.GradientNoiseScale(),
+        mp.ActivationCheckpointing("head"),
+        mp.AtomicCheckpoints(),
+        mp.BudgetForecast("loss", every_n_steps=7),
+        mp.TokenLearningRate(rate),
+        mp.ChinchillaBudget(tokens=BUDGET_TOKENS, on_waste="extend", save=False),
+        mp.AccumulationScheduler(schedule, unit="step", save_partial_gradients=not sharded),
+        mp.RankWatchdog(timeout_seconds=100),
+        mp.StopAtBoundary(dirpath=folder, filename="saved"),
         *([] if sharded else replicated),
     ]
 
 
 def plugin_of(leg: Leg) -> Any:
-    scaler = LossScaler(
-        init_scale=SCALE,
-        min_scale=MIN_SCALE,
-        max_scale=MAX_SCALE,
-        growth_interval=GROWTH_INTERVAL,
-        on_floor="ignore",
+    scaler = mp.LossScaler(
+        init_scale=SCALE, min_scale=MIN_SCALE, max_scale=MAX_SCALE, growth_interval=GROWTH_INTERVAL, on_floor="ignore"
     )
     scaled = {"scaler": scaler} if leg.precision.startswith("16") else {}
     if "true" in leg.precision:
-        return MasterWeightsPrecision(leg.precision, fp32_checkpoints=True, **scaled)
-    return AutocastPrecision(leg.precision, **scaled)
+        return mp.MasterWeightsPrecision(leg.precision, fp32_checkpoints=True, **scaled)
+    return mp.AutocastPrecision(leg.precision, **scaled)
 
 
 def run_leg(rank: int, *, leg: Leg) -> Found:
@@ -176,7 +152,7 @@ def run_leg(rank: int, *, leg: Leg) -> Found:
     found = Found()
     strategies: dict[str, Any] = {
         "ddp": "ddp" if leg.ranks > 1 else "auto",
-        "fsdp2": FSDP2Strategy(save_distributed_checkpoint=False, process_group_backend="gloo", shard="head"),
+        "fsdp2": mp.FSDP2Strategy(save_distributed_checkpoint=False, process_group_backend="gloo", shard="head"),
     }
     trainer = quiet_trainer(
         devices=leg.ranks,

@@ -11,7 +11,7 @@ from fsdp2_runs import assert_same, assert_same_on_ranks, fsdp2, model, train
 from gloo import COMPILER
 from gloo import run_ranks as run_any_ranks
 from lightning.pytorch.callbacks import Callback
-from torch.distributed.tensor import DTensor
+from small_models import at, plant_inf, saving
 
 from lightning_mp import AccumulationScheduler, ActivationCheckpointing, AutocastPrecision, MasterWeightsPrecision
 
@@ -45,13 +45,7 @@ def bf16() -> AutocastPrecision:
 
 
 def compiled(
-    how: Callable[[Any], None],
-    rank: int,
-    ranks: int,
-    arguments: dict[str, Any],
-    *,
-    validate: bool = False,
-    **more: Any,
+    how: Callable[[Any], None], rank: int, ranks: int, arguments: dict[str, Any], *, validate: bool = False, **more: Any
 ) -> Any:
     """A validation before training is compiled for itself, which takes as long as the training."""
     module = model()
@@ -99,31 +93,24 @@ def test_recomputed_blocks_and_windows_equal_one_process() -> None:
     assert_same(found[0], alone, atol=2e-3)
 
 
-class Overflow(Callback):
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
-            gradient = pl_module.model.blocks[1].mlp.up.weight.grad
-            (gradient.to_local() if isinstance(gradient, DTensor) else gradient)[0, 0] = torch.inf
+def overflow() -> Callback:
+    return at(plant_inf("model.blocks.1.mlp.up.weight"), "on_after_backward", rank=-1, step=1)
 
 
 def test_an_overflow_on_one_rank_skips_on_all() -> None:
     """Where the LightningModule is what is compiled, with a validation; the other steps equal those of one process."""
     found = run_ranks(
-        lambda rank: compiled(lightning_module, rank, 2, TENSOR, validate=True, callbacks=[Overflow()]), 2
+        lambda rank: compiled(lightning_module, rank, 2, TENSOR, validate=True, callbacks=[overflow()]), 2
     )
     assert_same_on_ranks(found)
     assert (found[0]["skipped"], found[0]["scale"], found[0]["steps"]) == (1, 512.0, 4)
-    assert_same(found[0], train(gradient_clip_val=0.5, callbacks=[Overflow()]), atol=3e-4)
+    assert_same(found[0], train(gradient_clip_val=0.5, callbacks=[overflow()]), atol=3e-4)
 
 
 def test_a_run_equals_one_process_and_is_resumed_with_the_same_bits(tmp_path: Path) -> None:
-    class SavesInTheMiddle(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 2:
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
-
     def run(rank: int) -> Any:
-        straight = compiled(whole, rank, 2, SEQUENCE, callbacks=[SavesInTheMiddle()])
+        saves = at(saving(tmp_path / "middle.ckpt"), step=2)
+        straight = compiled(whole, rank, 2, SEQUENCE, callbacks=[saves])
         resumed = compiled(whole, rank, 2, SEQUENCE, ckpt_path=tmp_path / "middle.ckpt")
         assert len(resumed["losses"]) == 2
         return straight, resumed["weights"]

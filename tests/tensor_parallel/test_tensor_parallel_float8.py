@@ -12,7 +12,7 @@ from fsdp2_runs import Recorded, assert_same_on_ranks, fsdp2, full_weights
 from gloo import FLOAT8, on_ranks, process_group
 from gloo import run_same_ranks as run_any_ranks
 from lightning.pytorch.callbacks import Callback
-from small_models import ResumableLoader, loader, quiet_trainer
+from small_models import ResumableLoader, at, loader, plant_inf, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from wire_counter import CollectiveCounter
@@ -31,9 +31,6 @@ pytestmark = [
 run_ranks = partial(run_any_ranks, imports=FLOAT8)
 
 GLOBS = {"*.mlp.up": "column", "*.mlp.down": "row"}
-
-
-# -- one layer ---------------------------------------------------------------------------------------------------------
 
 
 def passed(layer: nn.Linear, x: Tensor, gradient: Tensor) -> list[Tensor]:
@@ -113,15 +110,11 @@ def test_factors_are_the_only_thing_more_that_goes_over_the_wire() -> None:
     assert run_ranks(run, 2)[0] == [("all_reduce", 8 * 16), ("all_reduce", 8 * 64), ("all_reduce", 2 * 16 * 64)]
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
-
 UP = "model.blocks.1.mlp.up.weight"
 
 
-class Overflow(Callback):
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
-            pl_module.get_parameter(UP).grad.to_local()[0, 0] = torch.inf
+def overflow() -> Callback:
+    return at(plant_inf(UP), "on_after_backward", rank=-1, step=1)
 
 
 def train(rank: int, ranks: int, *, steps: int = 4, callbacks: Any = (), **arguments: Any) -> dict[str, Any]:
@@ -193,8 +186,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             found: dict[str, Any] = {recipe: split(plan, recipe=recipe) for recipe, plan in cases.items()}
             if ranks == 4:
                 found["windows"] = split("auto_sequence", callbacks=windows(), steps=3)
-            found["straight"] = split(callbacks=[Overflow()])
-            split(steps=2, save_to=checkpoint, callbacks=[Overflow()])
+            found["straight"] = split(callbacks=[overflow()])
+            split(steps=2, save_to=checkpoint, callbacks=[overflow()])
             dist.barrier()
             found["resumed"] = split(ckpt_path=checkpoint)
             return found

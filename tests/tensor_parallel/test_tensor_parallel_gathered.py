@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import huggingface_models as hf
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from lightning_mp.core.patches import Patches
 from lightning_mp.gradients.clipping import clip_norm_, let_clip_over_meshes
@@ -25,7 +26,6 @@ from lightning_mp.tensor_parallel.plan import Plan, check_divisible, resolve_pla
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
-SIZES = {"vocab_size": 32, "bos_token_id": 1, "eos_token_id": 1}
 LLAMA: dict[str, Style] = {
     "*.q_proj": "column_gather",
     "*.k_proj": "column_gather",
@@ -36,22 +36,11 @@ GPT2: dict[str, Style] = {"*.c_attn": "column_gather", "*.attn.c_proj": "row_spl
 
 
 def llama(kv_heads: int = 1) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=kv_heads,
-            max_position_embeddings=8,
-            **SIZES,
-        )
-    )
+    return hf.llama(vocab_size=32, num_attention_heads=4, num_key_value_heads=kv_heads, max_position_embeddings=8)
 
 
 def gpt2() -> GPT2LMHeadModel:
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(n_positions=8, n_embd=16, n_layer=2, n_head=2, **dropouts, **SIZES))
+    return hf.gpt2(vocab_size=32, n_positions=8)
 
 
 class Model(pl.LightningModule):
@@ -98,9 +87,6 @@ def test_attention_on_all_heads_equals_one_process(make: Any, gathered: dict[str
     for of_rank in run_ranks(lambda rank: [trained(make, 2, plan) for plan in plans], 2):
         for weights in of_rank:
             assert_close_by_name(weights, alone, rtol=0, atol=2e-6)
-
-
-# -- clipping by norm with Lightning's own plugins ---------------------------------------------------------------------
 
 
 def test_gradients_on_two_meshes_are_clipped_by_one_norm() -> None:
@@ -155,9 +141,6 @@ def test_stock_clipping_equals_one_process(ranks: int) -> None:
     for of_rank in run_ranks(lambda rank: run(ranks), ranks):
         for weights, expected in zip(of_rank, alone, strict=True):
             assert_close_by_name(weights, expected, rtol=0, atol=2e-6)
-
-
-# -- tables of embeddings ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding", [None, 1, 6])

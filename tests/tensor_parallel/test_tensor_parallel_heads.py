@@ -21,7 +21,7 @@ from gloo import run_same_ranks as run_ranks
 from huggingface_models import HuggingFace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
-from small_models import loader, quiet_trainer
+from small_models import at, loader, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -166,14 +166,6 @@ def test_masters_are_in_the_order_of_one_process(tmp_path: Path) -> None:
         assert_close_by_name(weights, expected, rtol=5e-2, atol=4e-3)
 
 
-class Anew(Callback):
-    """Another optimizer from the second step on."""
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 1:
-            trainer.strategy.setup_optimizers(trainer)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["fp32", "masters"])
 def test_optimizers_that_are_made_anew_have_the_order_of_one_process(kind: str, tmp_path: Path) -> None:
@@ -183,7 +175,8 @@ def test_optimizers_that_are_made_anew_have_the_order_of_one_process(kind: str, 
         plugin = Precision() if kind == "fp32" else MasterWeightsPrecision("bf16-true")
         strategy = fsdp2(save_distributed_checkpoint=False, **TENSOR) if ranks > 1 else "auto"
         path = tmp_path / f"{ranks}.ckpt"
-        train(rank, ranks, strategy, steps=2, plugin=plugin, callbacks=[Anew()], save_to=path)
+        anew = at(lambda trainer, _: trainer.strategy.setup_optimizers(trainer), "on_train_batch_start", step=1)
+        train(rank, ranks, strategy, steps=2, plugin=plugin, callbacks=[anew], save_to=path)
 
     run(0, 1)
     run_ranks(lambda rank: run(rank, 2), 2)

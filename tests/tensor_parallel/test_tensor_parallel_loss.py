@@ -248,11 +248,7 @@ class LooksAtLogits(Callback):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "plugin",
-    [fp16, lambda: AutocastPrecision("bf16-mixed")],
-    ids=["16-mixed", "bf16-mixed"],
-)
+@pytest.mark.parametrize("plugin", [fp16, lambda: AutocastPrecision("bf16-mixed")], ids=["16-mixed", "bf16-mixed"])
 def test_logits_of_a_run_are_those_of_one_process(plugin: Any) -> None:
     def run(rank: int, ranks: int) -> Any:
         look = LooksAtLogits()

@@ -106,9 +106,6 @@ def test_hugging_face_models_equal_one_process(kind: str, ranks: int, arguments:
         assert_close_by_name(weights, alone, rtol=1e-3, atol=2e-3)
 
 
-# -- the plan itself ---------------------------------------------------------------------------------------------------
-
-
 def test_auto_knows_what_it_splits() -> None:
     gpt = resolve_plan(model(), "auto")
     assert gpt["model.token_embedding"] == "vocabulary"

@@ -13,7 +13,7 @@ from gloo import run_same_ranks as run_ranks
 from huggingface_models import HuggingFace
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import Precision
-from small_models import fit, loader, quiet_trainer
+from small_models import at, fit, loader, plant_inf, quiet_trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -151,24 +151,13 @@ def test_compiled_blocks_equal_one_process() -> None:
     assert_same(found[0], train(steps=2, plugin=Precision()), atol=2e-6)
 
 
-class Overflow(Callback):
-    """An inf in the gradient of a weight, in what one rank has of it."""
-
-    def __init__(self, weight: str) -> None:
-        self.weight = weight
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.global_rank == trainer.world_size - 1 and trainer.global_step == 1:
-            pl_module.get_parameter(self.weight).grad.to_local().view(-1)[-1] = torch.inf
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("plan", "weight"), [("auto_sequence", NORM), ("auto", QKV)], ids=["a norm", "its heads"])
 def test_an_overflow_on_one_rank_skips_on_all(plan: Any, weight: str, ranks: int) -> None:
     def run(rank: int) -> Any:
         strategy = fsdp2(tensor_parallel_size=2, tensor_parallel_plan=plan)
-        return train(rank, ranks, strategy, callbacks=[Overflow(weight)])
+        return train(rank, ranks, strategy, callbacks=[at(plant_inf(weight), "on_after_backward", rank=-1, step=1)])
 
     found = run_ranks(run, ranks)
     assert_same_on_ranks(found)

@@ -62,9 +62,6 @@ def make_group(names: list[str], clock: FakeClock, calls: list[str], repeats: in
     return Group(cells, repeats)
 
 
-# -- order and time ----------------------------------------------------------------------------------------------------
-
-
 def test_the_time_limit_keeps_finished_cells_and_names_the_rest() -> None:
     clock, calls = FakeClock(), []
     first, second = make_group(["a", "b"], clock, calls, 3), make_group(["c", "d"], clock, calls, 3)
@@ -123,9 +120,6 @@ def test_without_torchao_fp8_says_so_and_takes_no_time(monkeypatch: pytest.Monke
     assert [cell.error for cell in cells] == ["torchao is not installed"] * 2
 
 
-# -- arithmetic --------------------------------------------------------------------------------------------------------
-
-
 def cell_with(rates: list[float | None]) -> Cell:
     cell = Cell("ours", "16-mixed", "fused AdamW", lambda: pytest.fail("not run"), floor_bytes=32)
     cell.measurements = [None if rate is None else Measurement(rate, 3 * 2**29, 0, 0.008) for rate in rates]
@@ -179,9 +173,6 @@ def test_table_shows_median_spread_mfu_memory_floor_and_ratios(tmp_path: Path) -
     assert json.loads(json_path.read_text()) == json.loads(json.dumps(record))
     assert markdown_path.read_text() == as_markdown(record)
     assert sorted(path.name for path in json_path.parent.iterdir()) == ["bench.json", "bench.md"]
-
-
-# -- toy runs ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.full

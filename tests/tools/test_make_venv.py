@@ -135,11 +135,7 @@ def test_another_lightning_is_pinned_in_place_of_ours(checkout):
             r"error: no room is left for \.venv-torch on the disk; it takes 8\.6 GB with a CUDA build of torch, "
             r"and 102\.4 GB are free",
         ),
-        (
-            "2.5.1",
-            "",
-            r"error: lightning_mp needs torch 2\.11 or newer, but TORCH=2\.5\.1",
-        ),
+        ("2.5.1", "", r"error: lightning_mp needs torch 2\.11 or newer, but TORCH=2\.5\.1"),
         (
             "nightly",
             "",

@@ -1,17 +1,30 @@
-"""Promise: the `repr` of every public part shows how it is set, and evaluates to the same part."""
+"""What a user imports is in one place, has a `repr` that evaluates to the same part, and is built from YAML.
+
+Promises: `dir` shows the public names and nothing else; jsonargparse, and so LightningCLI, builds every part.
+"""
 
 import dataclasses
 import datetime
 import importlib
 import inspect
 
+import jsonargparse
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import CheckpointIO, Precision
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torchmetrics import Metric
 
 import lightning_mp
-from lightning_mp import ChinchillaBudget, LossScaler, PrecisionPolicy, RankWatchdog, WarmupCosine
+from lightning_mp import (
+    ChinchillaBudget,
+    LossScaler,
+    PrecisionPolicy,
+    RankWatchdog,
+    WarmupCosine,
+)
 from lightning_mp.pipelining import PipelineLayer
 
 PACKAGES = ("checkpoints", "diagnostics", "metrics", "pipelining", "planning")
@@ -109,3 +122,81 @@ def test_functions_and_modules_have_their_names():
 
 def test_a_part_whose_constructor_failed_has_a_repr():
     assert repr(object.__new__(RankWatchdog)) == "RankWatchdog()"
+
+
+PUBLIC = ["lightning_mp", *(f"lightning_mp.{name}" for name in PACKAGES)]
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_dir_shows_the_public_names_only(package):
+    module = importlib.import_module(package)
+    assert dir(module) == sorted(set(module.__all__))
+    assert all(getattr(module, name) is not None for name in module.__all__)
+
+
+def test_a_public_name_has_one_place():
+    owners = {}
+    for package in PUBLIC:
+        for name in importlib.import_module(package).__all__:
+            owners.setdefault(name, []).append(package)
+    assert {name: places for name, places in owners.items() if len(places) > 1} == {}
+
+
+@pytest.mark.parametrize("package", ["lightning_mp.callbacks", "lightning_mp.strategies"])
+def test_what_a_trainer_is_given_is_flat(package):
+    assert set(importlib.import_module(package).__all__) <= set(lightning_mp.__all__)
+
+
+def test_questions_before_a_run_are_flat_names():
+    for name in ("compare_precisions", "estimate_memory", "preflight", "recommend"):
+        function = getattr(lightning_mp, name)
+        assert function is getattr(importlib.import_module(function.__module__), name)
+    # in the message itself, as jsonargparse shows no traceback, to which Python would add it
+    with pytest.raises(AttributeError, match=r"has no attribute 'preflights'\. Did you mean 'preflight'\?"):
+        lightning_mp.preflights  # noqa: B018
+
+
+BASES = (Callback, Strategy, Precision, CheckpointIO, Metric, torch.amp.GradScaler)
+PARTS = {
+    name: part
+    for name, part in public_classes().items()
+    if issubclass(part, BASES) and not dataclasses.is_dataclass(part)
+}
+#: As YAML has what SETTINGS have as objects of Python, and numbers as they are read.
+IN_YAML = {
+    "FSDP2Strategy": {"timeout": "0:00:09"},
+    "MicroBatchOnOOM": {"split": None},
+    "TokenLearningRate": {"schedule": {"class_path": "lightning_mp.WarmupCosine", "init_args": {"warmup": 0.2}}},
+}
+IN_PYTHON = {
+    "MicroBatchOnOOM": {"split": None},
+    "RankWatchdog": {"timeout_seconds": 30.0},
+    "StopAtBoundary": {"max_seconds": 60.0},
+}
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_jsonargparse_builds_it(name: str) -> None:
+    part, (arguments, _) = PARTS[name], SETTINGS.get(name, ({}, {}))
+    base = next(base for base in BASES if issubclass(part, base))
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--part", type=base)
+    (package,) = (package for package in PUBLIC if name in importlib.import_module(package).__all__)
+    described = {"class_path": f"{package}.{name}", "init_args": arguments | IN_YAML.get(name, {})}
+    made = parser.instantiate(parser.parse_object({"part": described})).part
+    assert type(made) is part
+    arguments = {key: value for key, value in arguments.items() if key != "bucket_cap_mb"}  # one of DDP's own
+    by_hand = part(**arguments | IN_PYTHON.get(name, {}))
+    assert str(made).startswith(str(by_hand).removesuffix(")"))  # options of DDP follow, each with its default
+
+
+def test_an_option_of_ddp_that_is_set_is_refused_still() -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--part", type=Strategy)
+    described = {
+        "class_path": "lightning_mp.PipelineParallelStrategy",
+        "init_args": {"stages": 2, "find_unused_parameters": True},
+    }
+    config = parser.parse_object({"part": described})
+    with pytest.raises(ValueError, match=r"find_unused_parameters=...\) is not known; options of DDP have no effect"):
+        parser.instantiate(config)
