@@ -288,7 +288,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         if tokens.get("max_steps", left) < left:
             rank_zero_warn(
                 f"ChinchillaBudget: max_steps={trainer.max_steps} ends before the budget."
-                f" {batches['max_steps'] // window:,} steps of {window} micro-batches of about {per_batch:,} tokens"
+                f" {batches['max_steps'] // window:,} steps of about {window * per_batch:,} tokens"
                 f" make {tokens['max_steps']:,} of the {left:,} tokens that remain. Leave max_steps out, or accumulate"
                 " more micro-batches."
             )

@@ -90,7 +90,9 @@ def _as_json(answer: Recommendation) -> dict[str, Any]:
 
 
 def _print(answer: Recommendation) -> None:
-    print(f"{answer.goal} on {answer.gpus} x {answer.device.name} ({answer.device.generation})\n")
+    device = answer.device
+    generation = f" ({device.generation})" if device.generation != device.name else ""
+    print(f"{answer.goal} on {answer.gpus} x {device.name}{generation}\n")
     for choice in answer.choices:
         print(f"  {choice.what}: {choice.value} [{choice.sure}]")
         print_paragraph(choice.reason, indent="    ")

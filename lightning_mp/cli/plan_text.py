@@ -14,14 +14,14 @@ from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, Inference
 from lightning_mp.planning.training_run import RunTime, TrainingRun
 from lightning_mp.step_memory.live_storages import PARTS
 
-_NAMES_WIDTH = 40
+_NAMES_WIDTH = 37
 _COLUMNS = ("layout", "GPU needs", "verdict", "sequences", "step")
 _CONVENTIONS = """\
 AC: activation checkpointing of every block. Memory is calculated for one sequence; the range covers the allocator,
-which was not measured. Sequences: the largest micro-batch of a data rank that fits. Step: {tokens} tokens at the peaks
-of the chip and its links, so no step is shorter. No strategy of this package runs TP with PP."""
+which was not measured. Sequences: the largest micro-batch of a data rank that fits. Step: """
+_STEP = "{tokens} tokens at the peaks of the chip and its links, so no step is shorter."
 _WIDE_CONVENTIONS = """\
-Memory by part: live tensors of the fullest GPU at the end of a forward. Sent: by one GPU per step. Hidden: sending
+Memory by part: live tensors of the fullest GPU at the peak of a step. Sent: by one GPU per step. Hidden: sending
 takes no longer than computing and nothing waits for it."""
 
 
@@ -172,7 +172,7 @@ def _print_layouts(answer: Answer, layouts: list[LayoutChoice], *, wide: bool) -
             + _alternatives(answer, first.verdict)
         )
     print_paragraph(
-        f"\nLayouts in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, on GPUs {has};"
+        f"\nLayouts in {answer.precision} with Adam and sequences of {answer.context_tokens:,} tokens, on GPUs {has};"
         " those that do not fit come last:\n"
     )
     rows = [_layout_row(choice) for choice in layouts]
@@ -187,10 +187,17 @@ def _print_layouts(answer: Answer, layouts: list[LayoutChoice], *, wide: bool) -
     for reason, names in reasons.items():
         said = reason.replace("`tokens_per_step`", "--tokens-per-step")
         print_paragraph(f"\nWithout a time: {'; '.join(names)}. {said[0].upper()}{said[1:].rstrip('.')}.")
-    tokens = "no" if answer.tokens_per_step is None else format_quantity(answer.tokens_per_step)
-    print_paragraph(f"\n{_CONVENTIONS.format(tokens=tokens)}" + ("" if wide else " --wide shows every column."))
+    print_paragraph(f"\n{_conventions(answer, layouts)}" + ("" if wide else " --wide shows every column."))
     if wide:
         print_paragraph(f"\n{_WIDE_CONVENTIONS}")
+
+
+def _conventions(answer: Answer, layouts: list[LayoutChoice]) -> str:
+    step = "the links of this chip are not known."
+    if any(choice.plan is not None or choice.left_out for choice in layouts) and answer.tokens_per_step is not None:
+        step = _STEP.format(tokens=format_quantity(answer.tokens_per_step))
+    both = any(choice.layout.tensor > 1 and choice.layout.stages > 1 for choice in layouts)
+    return f"{_CONVENTIONS}{step}" + (" No strategy of this package runs TP with PP." if both else "")
 
 
 def _print_assumed(config: DecoderConfig) -> None:
@@ -220,8 +227,9 @@ def _print_chips(answer: Answer, chips: list[ChipChoice]) -> None:
         )
         return
     print_paragraph(
-        f"\nChips, in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, of which {gpus}"
-        " suffice, with the layout that takes the most sequences at once (per data rank):\n"
+        f"\nChips, in {answer.precision} with Adam and sequences of {answer.context_tokens:,} tokens, of which {gpus}"
+        f" {'suffices' if answer.gpus == 1 else 'suffice'}, with the layout that takes the most sequences at once (per"
+        " data rank):\n"
     )
     rows = []
     for row in fitting:
@@ -295,8 +303,8 @@ def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
     ]
     if plan.devices is not None:
         devices = plan.devices
-        peak = f"{devices.peak_flops_per_second / 1e12:g} TFLOP/s dense {devices.dtype}"
-        lines.insert(0, ("machine", f"{devices.device_hours:g} hours of {devices.device}, {peak}, MFU {devices.mfu:g}"))
+        peak = f"{devices.peak_flops_per_second / 1e12:g} TFLOP/s dense {devices.dtype}, MFU {100 * devices.mfu:.3g}%"
+        lines.insert(0, ("machine", f"{devices.device_hours:,.10g} hours of {devices.device}, {peak}"))
     if plan.unique_tokens is not None:
         lines.insert(-3, ("epochs", f"{plan.epochs:.3g} over {format_quantity(plan.unique_tokens)} unique tokens"))
     print_facts(lines)
