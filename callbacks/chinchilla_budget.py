@@ -27,7 +27,7 @@ from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
-from lightning_mp.flops.model_shape import elements_used
+from lightning_mp.flops.experts import elements_used
 from lightning_mp.lr_schedule.scheduler_facts import schedulers_longer_than
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
 from lightning_mp.optimizer_step.outcome import StepOutcomeSource

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp.core.arguments import true_or_false
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, POSITIVE_COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
