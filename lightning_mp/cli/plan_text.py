@@ -1,5 +1,6 @@
 """What ``lightning-mp plan`` prints: the run, its time and cost, layouts in memory and on the wire."""
 
+import argparse
 import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -44,8 +45,8 @@ class Answer:
     chips: list[ChipChoice] | None = None
 
 
-def print_answer(answer: Answer, *, wide: bool = False) -> None:
-    """Every part that was asked about; `wide` is all columns of the layouts."""
+def print_answer(answer: Answer, arguments: argparse.Namespace) -> None:
+    """Every part that was asked about; with ``--wide`` all columns of the layouts."""
     size = answer.size
     if isinstance(size, ComputeOptimal):
         _print_plan(size, _of_all(answer.config))
@@ -61,7 +62,7 @@ def print_answer(answer: Answer, *, wide: bool = False) -> None:
     if answer.config is not None and answer.assumed_shape:
         _print_assumed(answer.config)
     if answer.layouts is not None:
-        _print_layouts(answer, answer.layouts, wide=wide)
+        _print_layouts(answer, answer.layouts, wide=arguments.wide)
     if answer.chips is not None:
         _print_chips(answer, answer.chips)
 
@@ -291,7 +292,7 @@ def _as_json(size: PlannedRun) -> dict[str, Any]:
 
 
 def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
-    law = plan.law
+    law, outside = plan.law, _times_outside(plan)
     print_paragraph(f"Compute-optimal under {law.name}: {law.source}\n")
     lines = [
         ("parameters N", f"{format_quantity(plan.parameters)}{of_all} ({law.counts})"),
@@ -299,7 +300,7 @@ def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
         ("tokens per parameter", format_quantity(plan.tokens_per_parameter)),
         ("FLOPs 6 N D", _flops(plan.flops)),
         ("predicted loss", _loss(plan.loss)),
-        ("range of the law", _range(plan)),
+        ("range of the law", f"{f'{outside} times outside' if outside else 'inside'} ({law.trained})"),
     ]
     if plan.devices is not None:
         devices = plan.devices
@@ -315,14 +316,8 @@ def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
     )
 
 
-def _range(plan: ComputeOptimal) -> str:
-    (small, large), (short, long) = plan.law.trained.parameters, plan.law.trained.tokens
-    models = (
-        f"{format_quantity(small)} to {format_quantity(large)} parameters, "
-        f"{format_quantity(short)} to {format_quantity(long)} tokens"
-    )
-    times = plan.times_outside
-    return f"inside ({models})" if times == 1 else f"{format_quantity(float(f'{times:.2g}'))} times outside ({models})"
+def _times_outside(plan: ComputeOptimal) -> str:
+    return "" if plan.times_outside == 1 else format_quantity(float(f"{plan.times_outside:.2g}"))
 
 
 def _row(plan: ComputeOptimal) -> tuple[str, ...]:
@@ -333,5 +328,5 @@ def _row(plan: ComputeOptimal) -> tuple[str, ...]:
         format_quantity(plan.tokens_per_parameter),
         _flops(plan.flops),
         "-" if plan.loss is None else f"{plan.loss:.3f}",
-        "-" if plan.times_outside == 1 else format_quantity(float(f"{plan.times_outside:.2g}")),
+        _times_outside(plan) or "-",
     )
