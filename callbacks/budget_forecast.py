@@ -32,9 +32,12 @@ class _Fit:
     """What one fit forecasts from; the callback keeps the points of the run."""
 
     budget: RunBudget
+    counts: RunCounts
     recent: list[tuple[float, float]] = field(default_factory=list)  # seconds and tokens
     on_its_way: HostCopy | None = None  # the loss of the last window
+    last_logged: torch.Tensor | None = None  # kept, so that its memory is not that of a later one
     has_warned: bool = False  # that there is no loss
+    no_forecast: str = ""  # why
 
 
 class BudgetForecast(SettingsRepr, Callback):
@@ -92,13 +95,13 @@ class BudgetForecast(SettingsRepr, Callback):
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Finds the budget."""
-        budget = RunState.of(trainer).callback(RunBudget)
-        if budget is None or budget.budget_tokens is None:
+        budget, counts = RunState.of(trainer).callback(RunBudget), RunCounts.of(trainer)
+        if counts is None or budget is None or budget.budget_tokens is None:
             raise MisconfigurationException(
                 "BudgetForecast forecasts the end of a ChinchillaBudget in tokens or FLOPs, and there is none. Add"
                 " ChinchillaBudget(tokens=...) to the callbacks, or remove BudgetForecast."
             )
-        self._fit = _Fit(budget)
+        self._fit = _Fit(budget, counts)
         Patches.of(trainer).at_end(self._end)
 
     def _end(self) -> None:
@@ -109,19 +112,19 @@ class BudgetForecast(SettingsRepr, Callback):
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Records the loss of a window, and forecasts every ``every_n_steps``."""
-        fit, counts = self._fit, RunCounts.of(trainer)
+        fit = self._fit
         assert fit is not None
-        assert counts is not None
-        if counts.is_open:
+        if fit.counts.is_open:
             return
-        before, logged = fit.on_its_way, trainer.callback_metrics.get(self.metric)
-        fit.on_its_way = HostCopy(logged.detach().reshape(1)) if isinstance(logged, torch.Tensor) else None
-        if before is not None:
-            tokens = float(counts.counter.tokens_before_last_window)
+        tokens = float(fit.counts.counter.tokens_before_last_window)
+        if tokens:
             fit.recent = [*fit.recent[-_RECENT_POINTS:], (time.monotonic(), tokens)]
-            self._note(tokens, before.read()[0])
+        self._read(fit, tokens)
+        logged = trainer.callback_metrics.get(self.metric)
+        if isinstance(logged, torch.Tensor) and not _is_same_value(logged, fit.last_logged):
+            fit.last_logged, fit.on_its_way = logged, HostCopy(logged.detach().reshape(1))
         if trainer.global_step % self.every_n_steps == 0:
-            if not isinstance(logged, torch.Tensor):
+            if not self._windows and fit.on_its_way is None:
                 self._warn_once(trainer, fit)
             self._forecast(fit)
 
@@ -144,6 +147,18 @@ class BudgetForecast(SettingsRepr, Callback):
         if len(self.tokens) > _MOST_POINTS:
             self.tokens, self.losses, self._stride = self.tokens[::2], self.losses[::2], 2 * self._stride
 
+    def _read(self, fit: _Fit, tokens: float) -> None:
+        """Records the loss that is on its way, as that after so many tokens."""
+        copy, fit.on_its_way = fit.on_its_way, None
+        if copy is not None:
+            self._note(tokens, copy.read()[0])
+
+    def _flush_pending(self) -> None:
+        if self._fit is not None:
+            counter = self._fit.counts.counter
+            counter.flush_pending()
+            self._read(self._fit, float(counter.tokens))
+
     def _metrics(self) -> dict[str, float]:
         if self.loss is None or self.time is None:
             return {}
@@ -156,8 +171,8 @@ class BudgetForecast(SettingsRepr, Callback):
             self.loss = forecast_loss(self.tokens, self.losses, end, confidence=self.confidence)
             seconds, tokens = zip(*fit.recent, strict=True)
             self.time = forecast_seconds(seconds, tokens, end)
-        except ValueError:
-            # Too few points yet.
+        except ValueError as error:  # too few points yet
+            fit.no_forecast = str(error)
             return
         low, middle, high = (
             timedelta(seconds=round(each)) for each in (self.time.low, self.time.seconds, self.time.high)
@@ -166,14 +181,19 @@ class BudgetForecast(SettingsRepr, Callback):
 
     @override
     def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-        """Warns if the loss was never logged in a run that was too short for a forecast."""
+        """Records the last loss; says why there was no forecast."""
+        fit = self._fit
+        assert fit is not None
+        self._flush_pending()
         if not self._windows and trainer.global_step > 1:
-            assert self._fit is not None
-            self._warn_once(trainer, self._fit)
+            self._warn_once(trainer, fit)
+        elif self.loss is None and fit.no_forecast:
+            rank_zero_info(f"BudgetForecast({self.metric!r}) made no forecast. {fit.no_forecast}")
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The points."""
+        """The points, that of the last window included."""
+        self._flush_pending()
         return {"tokens": self.tokens, "losses": self.losses, "stride": self._stride, "windows": self._windows}
 
     @override
@@ -185,3 +205,8 @@ class BudgetForecast(SettingsRepr, Callback):
         checked_state(state, kinds, "BudgetForecast")
         self.tokens, self.losses = list(state["tokens"]), list(state["losses"])
         self._stride, self._windows = state["stride"], state["windows"]
+
+
+def _is_same_value(logged: torch.Tensor, before: torch.Tensor | None) -> bool:
+    """Whether it was not logged again: ``callback_metrics`` keeps old values, in new tensors of the same memory."""
+    return before is not None and logged.data_ptr() == before.data_ptr()

@@ -27,7 +27,7 @@ from lightning_mp.core.settings_repr import SettingsRepr
 from lightning_mp.core.trainer_ranks import num_data_ranks
 from lightning_mp.distributed.async_sum import AsyncAnyRank
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
-from lightning_mp.flops.model_shape import elements_used
+from lightning_mp.flops.experts import elements_used
 from lightning_mp.lr_schedule.scheduler_facts import schedulers_longer_than
 from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
 from lightning_mp.optimizer_step.outcome import StepOutcomeSource
@@ -288,7 +288,7 @@ class ChinchillaBudget(SettingsRepr, RunBudget):
         if tokens.get("max_steps", left) < left:
             rank_zero_warn(
                 f"ChinchillaBudget: max_steps={trainer.max_steps} ends before the budget."
-                f" {batches['max_steps'] // window:,} steps of {window} micro-batches of about {per_batch:,} tokens"
+                f" {batches['max_steps'] // window:,} steps of about {window * per_batch:,} tokens"
                 f" make {tokens['max_steps']:,} of the {left:,} tokens that remain. Leave max_steps out, or accumulate"
                 " more micro-batches."
             )

@@ -142,7 +142,7 @@ class OverflowMonitor(SettingsRepr, Callback):
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Continues from the totals of a checkpoint."""
         assert self._fit is not None
-        self._fit.attempted_before, self._fit.skipped_before = self.attempted_steps, self.skipped_steps
+        self._fit.attempted_before = self.attempted_steps
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -157,10 +157,11 @@ class OverflowMonitor(SettingsRepr, Callback):
             self.skip_streak = 0
             return
         self.skipped_steps += 1
-        self.skip_streak += 1
+        self.skip_streak += outcome.overflowed
         fit = self._fit
         if fit is None:
             return
+        fit.overflows += outcome.overflowed
         if fit.limit is not None:
             fit.limit.allow_for(self.skipped_steps)
         if fit.most_skips is not None and self.skip_streak >= fit.most_skips:
@@ -170,7 +171,7 @@ class OverflowMonitor(SettingsRepr, Callback):
     def _reason(self, fit: "_Fit", outcome: StepOutcome) -> str:
         names = outcome.nonfinite_parameters()
         where = f" Non-finite gradients, last layer first: {listed(names)}." if names else ""
-        scale = f", at loss scale {outcome.loss_scale:g}" if fit.has_scale else ""
+        scale = f", at loss scale {outcome.loss_scale:.8g}" if fit.has_scale else ""
         return (
             f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}{scale}.{where}"
         )
@@ -226,7 +227,7 @@ class OverflowMonitor(SettingsRepr, Callback):
         fit = self._fit
         assert fit is not None
         self._flush_pending()
-        attempts, skips = self.attempted_steps - fit.attempted_before, self.skipped_steps - fit.skipped_before
+        attempts, skips = self.attempted_steps - fit.attempted_before, fit.overflows
         if self.stop_reason is None and _are_many(skips, attempts):
             rank_zero_warn(
                 f"OverflowMonitor: {skips:,} of {attempts:,} optimizer steps were skipped because gradients were not"
@@ -242,7 +243,7 @@ class OverflowMonitor(SettingsRepr, Callback):
                 " and look for bad batches and log or division of 0."
             )
         return (
-            f" The loss scale is {self.loss_scale:g}. If it only had to come down, use LossScaler(init_scale=...);"
+            f" The loss scale is {self.loss_scale:.8g}. If it only had to come down, use LossScaler(init_scale=...);"
             " otherwise look at the last losses and learning rates. OverflowPostMortem(replay=True) tells the two"
             " apart."
         )
@@ -344,7 +345,7 @@ class _Fit:
     observer: StockPluginObserver | None = None  # of a stock precision plugin
     limit: RealStepLimit | None = None
     attempted_before: int = 0  # steps of the runs that it resumes
-    skipped_before: int = 0
+    overflows: int = 0
     must_stop: bool = False
 
 

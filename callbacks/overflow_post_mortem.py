@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -16,6 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_mp.callbacks._report_folder import report_folder
+from lightning_mp.core import private_trainer_api
 from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
 from lightning_mp.core.foreign_trainers import refuse_other_trainers
 from lightning_mp.core.messages import lightning_logger
@@ -130,11 +132,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     @override
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         """Resets the state of an earlier run."""
-        if StepOutcomeSource.of(trainer) is None:
-            raise MisconfigurationException(
-                "OverflowPostMortem gets skipped steps from the precision plugins of lightning_mp. With"
-                f" {type(trainer.precision_plugin).__name__} add lightning_mp.OverflowMonitor() to the callbacks."
-            )
+        _check_skips_are_reported(trainer)
         if self.replay and any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
             raise MisconfigurationException(
                 "OverflowPostMortem(replay=True) cannot be used with LBFGS, which evaluates the loss several times in"
@@ -177,7 +175,7 @@ class OverflowPostMortem(SettingsRepr, Callback):
     ) -> None:
         """Reports a skip; releases the batches of a step that was taken."""
         fit = self._fit
-        if outcome.skipped:
+        if outcome.overflowed:
             parameters = _nonfinite_parameters(trainer, pl_module, outcome)
             # Nothing is run again once an exception has ended the run.
             if self.replay and not (fit.can_replay_now or fit.is_over or trainer.interrupted):
@@ -336,6 +334,25 @@ def _ranks_may_disagree(trainer: "pl.Trainer") -> bool:
         and scaler is not None
         and not getattr(scaler, "decides_on_all_ranks", False)
     )
+
+
+def _check_skips_are_reported(trainer: "pl.Trainer") -> None:
+    """Of Lightning's own plugins only those with a loss scale skip steps, and none reports them."""
+    plugin = trainer.precision_plugin
+    if makes_true_gradients(plugin):
+        return
+    scales = getattr(plugin, "scaler", None) is not None
+    call = "OverflowMonitor()" if scales else "OverflowMonitor(guard=True)"
+    if StepOutcomeSource.of(trainer) is None:
+        raise MisconfigurationException(
+            "OverflowPostMortem gets skipped steps from the precision plugins of lightning_mp. With"
+            f" {type(plugin).__name__} add lightning_mp.{call} to the callbacks."
+        )
+    if not scales and not any(getattr(each, "guard", False) for each in private_trainer_api.callbacks_of(trainer)):
+        rank_zero_warn(
+            f"OverflowPostMortem will see nothing: {type(plugin).__name__} has no loss scale and skips no step. Use"
+            f" lightning_mp.{call}, which skips steps with non-finite gradients, or a plugin of lightning_mp."
+        )
 
 
 def _refuse_what_cannot_be_replayed(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

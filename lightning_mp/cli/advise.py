@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of, memory_of, refuse_other_units
-from lightning_mp.core.cli_text import print_json, print_paragraph, print_warnings, run_with_one_line_errors
+from lightning_mp.core.cli_text import answer_command, print_paragraph
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommend import recommend
 from lightning_mp.planning.advice.recommendation import Recommendation
@@ -48,16 +48,7 @@ def fill_advise(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    answer, said = run_with_one_line_errors(arguments, lambda: _answer(arguments))
-    if arguments.json:
-        print_json({**_as_json(answer), "warnings": said})
-        return 0
-    if arguments.python or arguments.yaml:
-        print(answer.python() if arguments.python else answer.yaml(), end="")
-    else:
-        _print(answer)
-    print_warnings(said)
-    return 0
+    return answer_command(arguments, _answer, _as_json, _print)
 
 
 def _answer(arguments: argparse.Namespace) -> Recommendation:
@@ -89,8 +80,13 @@ def _as_json(answer: Recommendation) -> dict[str, Any]:
     }
 
 
-def _print(answer: Recommendation) -> None:
-    print(f"{answer.goal} on {answer.gpus} x {answer.device.name} ({answer.device.generation})\n")
+def _print(answer: Recommendation, arguments: argparse.Namespace) -> None:
+    if arguments.python or arguments.yaml:
+        print(answer.python() if arguments.python else answer.yaml(), end="")
+        return
+    device = answer.device
+    generation = f" ({device.generation})" if device.generation != device.name else ""
+    print(f"{answer.goal} on {answer.gpus} x {device.name}{generation}\n")
     for choice in answer.choices:
         print(f"  {choice.what}: {choice.value} [{choice.sure}]")
         print_paragraph(choice.reason, indent="    ")

@@ -119,11 +119,7 @@ def _print_fit(fit: ScalingLawFit, budget: float) -> None:
     law, percent, certified = fit.law, f"{100 * fit.confidence:g}%", fit.certificate.converged
     if not certified:
         print_paragraph(f"NOT CERTIFIED, so there is no plan. {fit.certificate.problem}\n")
-    (small, large), (short, long) = law.trained.parameters, law.trained.tokens
-    print_paragraph(
-        f"L(N, D) = E + A / N^alpha + B / D^beta, fitted to {len(fit.runs)} runs: {format_quantity(small)} to "
-        f"{format_quantity(large)} parameters, {format_quantity(short)} to {format_quantity(long)} tokens\n"
-    )
+    print_paragraph(f"L(N, D) = E + A / N^alpha + B / D^beta, fitted to {len(fit.runs)} runs: {law.trained}\n")
     values = {name: getattr(law, name) for name in ("E", "A", "B", "alpha", "beta")} | {"a": law.frontier.exponent}
     rows = [(name, f"{values[name]:.4g}", *_ends(interval)) for name, interval in fit.intervals.items()]
     print_table(("constant", "value", f"{percent} from", "to"), rows)

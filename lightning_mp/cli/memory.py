@@ -6,13 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of
-from lightning_mp.core.cli_text import (
-    print_json,
-    print_paragraph,
-    print_table,
-    print_warnings,
-    run_with_one_line_errors,
-)
+from lightning_mp.core.cli_text import answer_command, print_paragraph, print_table
 from lightning_mp.core.imported_function import import_function
 from lightning_mp.core.pictures import check_picture
 from lightning_mp.core.precisions import PRECISIONS, PrecisionName
@@ -66,13 +60,7 @@ def fill_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    answer, said = run_with_one_line_errors(arguments, lambda: _answer(arguments))
-    if arguments.json:
-        print_json({**_as_json(answer), "warnings": said})
-    else:
-        _print(answer, arguments)
-        print_warnings(said)
-    return 0
+    return answer_command(arguments, _answer, _as_json, _print)
 
 
 def _answer(arguments: argparse.Namespace) -> MemoryEstimate | DecoderMemory:

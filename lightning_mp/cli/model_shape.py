@@ -64,7 +64,7 @@ def refuse_other_units(text: str | None, name: str) -> None:
     """Parameters and tokens are counted one by one."""
     if text is not None and parse_quantity(text, name) < _FEWEST:
         raise ValueError(
-            f"`{name}` must be single ones, {_FEWEST:,} or more, got {text!r}. For billions write {text.strip()}B,"
+            f"`{name}` must be at least {_FEWEST:,}, got {text!r}. For billions write {text.strip()}B,"
             f" for millions {text.strip()}M."
         )
 

@@ -14,7 +14,7 @@ from lightning_mp.cli.model_shape import (
     refuse_other_units,
 )
 from lightning_mp.cli.plan_text import Answer, as_json, print_answer
-from lightning_mp.core.cli_text import print_json, print_warnings, run_with_one_line_errors
+from lightning_mp.core.cli_text import answer_command
 from lightning_mp.core.number_formats import number_format
 from lightning_mp.core.precisions import PRECISIONS, PrecisionName, find_precision
 from lightning_mp.core.quantities import parse_quantity
@@ -98,13 +98,7 @@ def fill_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    answer, said = run_with_one_line_errors(arguments, lambda: _answer(arguments))
-    if arguments.json:
-        print_json({**as_json(answer), "warnings": said})
-    else:
-        print_answer(answer, wide=arguments.wide)
-        print_warnings(said)
-    return 0
+    return answer_command(arguments, _answer, as_json, print_answer)
 
 
 def _answer(arguments: argparse.Namespace) -> Answer:

@@ -1,5 +1,6 @@
 """What ``lightning-mp plan`` prints: the run, its time and cost, layouts in memory and on the wire."""
 
+import argparse
 import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,14 +15,14 @@ from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, Inference
 from lightning_mp.planning.training_run import RunTime, TrainingRun
 from lightning_mp.step_memory.live_storages import PARTS
 
-_NAMES_WIDTH = 40
+_NAMES_WIDTH = 37
 _COLUMNS = ("layout", "GPU needs", "verdict", "sequences", "step")
 _CONVENTIONS = """\
 AC: activation checkpointing of every block. Memory is calculated for one sequence; the range covers the allocator,
-which was not measured. Sequences: the largest micro-batch of a data rank that fits. Step: {tokens} tokens at the peaks
-of the chip and its links, so no step is shorter. No strategy of this package runs TP with PP."""
+which was not measured. Sequences: the largest micro-batch of a data rank that fits. Step: """
+_STEP = "{tokens} tokens at the peaks of the chip and its links, so no step is shorter."
 _WIDE_CONVENTIONS = """\
-Memory by part: live tensors of the fullest GPU at the end of a forward. Sent: by one GPU per step. Hidden: sending
+Memory by part: live tensors of the fullest GPU at the peak of a step. Sent: by one GPU per step. Hidden: sending
 takes no longer than computing and nothing waits for it."""
 
 
@@ -44,8 +45,8 @@ class Answer:
     chips: list[ChipChoice] | None = None
 
 
-def print_answer(answer: Answer, *, wide: bool = False) -> None:
-    """Every part that was asked about; `wide` is all columns of the layouts."""
+def print_answer(answer: Answer, arguments: argparse.Namespace) -> None:
+    """Every part that was asked about; with ``--wide`` all columns of the layouts."""
     size = answer.size
     if isinstance(size, ComputeOptimal):
         _print_plan(size, _of_all(answer.config))
@@ -61,7 +62,7 @@ def print_answer(answer: Answer, *, wide: bool = False) -> None:
     if answer.config is not None and answer.assumed_shape:
         _print_assumed(answer.config)
     if answer.layouts is not None:
-        _print_layouts(answer, answer.layouts, wide=wide)
+        _print_layouts(answer, answer.layouts, wide=arguments.wide)
     if answer.chips is not None:
         _print_chips(answer, answer.chips)
 
@@ -172,7 +173,7 @@ def _print_layouts(answer: Answer, layouts: list[LayoutChoice], *, wide: bool) -
             + _alternatives(answer, first.verdict)
         )
     print_paragraph(
-        f"\nLayouts in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, on GPUs {has};"
+        f"\nLayouts in {answer.precision} with Adam and sequences of {answer.context_tokens:,} tokens, on GPUs {has};"
         " those that do not fit come last:\n"
     )
     rows = [_layout_row(choice) for choice in layouts]
@@ -187,10 +188,17 @@ def _print_layouts(answer: Answer, layouts: list[LayoutChoice], *, wide: bool) -
     for reason, names in reasons.items():
         said = reason.replace("`tokens_per_step`", "--tokens-per-step")
         print_paragraph(f"\nWithout a time: {'; '.join(names)}. {said[0].upper()}{said[1:].rstrip('.')}.")
-    tokens = "no" if answer.tokens_per_step is None else format_quantity(answer.tokens_per_step)
-    print_paragraph(f"\n{_CONVENTIONS.format(tokens=tokens)}" + ("" if wide else " --wide shows every column."))
+    print_paragraph(f"\n{_conventions(answer, layouts)}" + ("" if wide else " --wide shows every column."))
     if wide:
         print_paragraph(f"\n{_WIDE_CONVENTIONS}")
+
+
+def _conventions(answer: Answer, layouts: list[LayoutChoice]) -> str:
+    step = "the links of this chip are not known."
+    if any(choice.plan is not None or choice.left_out for choice in layouts) and answer.tokens_per_step is not None:
+        step = _STEP.format(tokens=format_quantity(answer.tokens_per_step))
+    both = any(choice.layout.tensor > 1 and choice.layout.stages > 1 for choice in layouts)
+    return f"{_CONVENTIONS}{step}" + (" No strategy of this package runs TP with PP." if both else "")
 
 
 def _print_assumed(config: DecoderConfig) -> None:
@@ -220,8 +228,9 @@ def _print_chips(answer: Answer, chips: list[ChipChoice]) -> None:
         )
         return
     print_paragraph(
-        f"\nChips, in {answer.precision} with Adam and sequences of {answer.context_tokens} tokens, of which {gpus}"
-        " suffice, with the layout that takes the most sequences at once (per data rank):\n"
+        f"\nChips, in {answer.precision} with Adam and sequences of {answer.context_tokens:,} tokens, of which {gpus}"
+        f" {'suffices' if answer.gpus == 1 else 'suffice'}, with the layout that takes the most sequences at once (per"
+        " data rank):\n"
     )
     rows = []
     for row in fitting:
@@ -283,7 +292,7 @@ def _as_json(size: PlannedRun) -> dict[str, Any]:
 
 
 def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
-    law = plan.law
+    law, outside = plan.law, _times_outside(plan)
     print_paragraph(f"Compute-optimal under {law.name}: {law.source}\n")
     lines = [
         ("parameters N", f"{format_quantity(plan.parameters)}{of_all} ({law.counts})"),
@@ -291,12 +300,12 @@ def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
         ("tokens per parameter", format_quantity(plan.tokens_per_parameter)),
         ("FLOPs 6 N D", _flops(plan.flops)),
         ("predicted loss", _loss(plan.loss)),
-        ("range of the law", _range(plan)),
+        ("range of the law", f"{f'{outside} times outside' if outside else 'inside'} ({law.trained})"),
     ]
     if plan.devices is not None:
         devices = plan.devices
-        peak = f"{devices.peak_flops_per_second / 1e12:g} TFLOP/s dense {devices.dtype}"
-        lines.insert(0, ("machine", f"{devices.device_hours:g} hours of {devices.device}, {peak}, MFU {devices.mfu:g}"))
+        peak = f"{devices.peak_flops_per_second / 1e12:g} TFLOP/s dense {devices.dtype}, MFU {100 * devices.mfu:.3g}%"
+        lines.insert(0, ("machine", f"{devices.device_hours:,.10g} hours of {devices.device}, {peak}"))
     if plan.unique_tokens is not None:
         lines.insert(-3, ("epochs", f"{plan.epochs:.3g} over {format_quantity(plan.unique_tokens)} unique tokens"))
     print_facts(lines)
@@ -307,14 +316,8 @@ def _print_plan(plan: ComputeOptimal, of_all: str) -> None:
     )
 
 
-def _range(plan: ComputeOptimal) -> str:
-    (small, large), (short, long) = plan.law.trained.parameters, plan.law.trained.tokens
-    models = (
-        f"{format_quantity(small)} to {format_quantity(large)} parameters, "
-        f"{format_quantity(short)} to {format_quantity(long)} tokens"
-    )
-    times = plan.times_outside
-    return f"inside ({models})" if times == 1 else f"{format_quantity(float(f'{times:.2g}'))} times outside ({models})"
+def _times_outside(plan: ComputeOptimal) -> str:
+    return "" if plan.times_outside == 1 else format_quantity(float(f"{plan.times_outside:.2g}"))
 
 
 def _row(plan: ComputeOptimal) -> tuple[str, ...]:
@@ -325,5 +328,5 @@ def _row(plan: ComputeOptimal) -> tuple[str, ...]:
         format_quantity(plan.tokens_per_parameter),
         _flops(plan.flops),
         "-" if plan.loss is None else f"{plan.loss:.3f}",
-        "-" if plan.times_outside == 1 else format_quantity(float(f"{plan.times_outside:.2g}")),
+        _times_outside(plan) or "-",
     )

@@ -63,7 +63,9 @@ def plugin_factories(
     factories: dict[str, PluginFactory] = {}
     for name, precision in named:
         if name in factories:
-            raise ValueError(f'`precisions` has {name!r} twice. Name them: precisions={{"first": ..., "second": ...}}.')
+            raise ValueError(
+                f'`precisions` has {name!r} twice. Leave one out, or name them in Python: {{"a": ..., "b": ...}}.'
+            )
         factories[name] = _factory(precision, device_type)
     if len(factories) < 2:
         raise ValueError(

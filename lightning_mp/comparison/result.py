@@ -145,7 +145,7 @@ class PrecisionComparison:
     def text(self, columns: int | None = None) -> str:
         """The tables and their conclusion, for lines of n characters; None for any length."""
         unit = self.costs[self.baseline].unit
-        header = ["precision", "time/batch", "ratio", "from", "to", f"{unit}/s", "peak memory", "gradient error"]
+        header = ["precision", "time", "ratio", "from", "to", f"{unit}/s", "memory", "error"]
         rows = [header]
         for name, cost in self.costs.items():
             error = "-" if cost.gradient_error is None else f"{cost.gradient_error:.1e}"
@@ -153,8 +153,8 @@ class PrecisionComparison:
             seconds = f"{1e3 * cost.batch_seconds:.3g} ms"
             row = [name, seconds, *ends, format_quantity(cost.items_per_second), format_bytes(cost.peak_bytes), error]
             rows.append(row)
-        lines = [f"One batch on {self.device}, over {self.baseline}; error of the gradient against "]
-        lines[0] += self.gradient_reference
+        lines = [f"One batch on {self.device}, ratios to {self.baseline}; memory at its peak; error of the gradient"]
+        lines[0] += f" against {self.gradient_reference}"
         lines += table_lines(rows, columns)
         if self.quality:
             lines += ["", *self._quality_lines(columns)]
@@ -177,7 +177,7 @@ class PrecisionComparison:
             time = self.time_to_equal_loss(name)
             row += [f"{value:+.4f}" if math.isfinite(value) else "-" for value in values]
             rows.append([*row, "-" if time is None else f"{time:.2f}", str(found.difference)])
-        title = f"{what}, {seeds} paired seeds of {self.steps} steps, margin {self.margin:g}"
+        title = f"{what}, {seeds} paired seed{'s' if seeds != 1 else ''} of {self.steps} steps, margin {self.margin:g}"
         return [title, *table_lines(rows, columns, left=("verdict",)), *self._skip_lines(columns)]
 
     def _skip_lines(self, columns: int | None) -> list[str]:

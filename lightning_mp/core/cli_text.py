@@ -133,6 +133,22 @@ def run_with_one_line_errors(arguments: argparse.Namespace, work: Callable[[], A
     return result, list(dict.fromkeys(said))
 
 
+def answer_command(
+    arguments: argparse.Namespace,
+    work: Callable[[argparse.Namespace], Any],
+    as_json: Callable[[Any], Mapping[str, Any]],
+    show: Callable[[Any, argparse.Namespace], None],
+) -> int:
+    """The whole of a command that computes one answer and prints it, with ``--json`` as JSON."""
+    answer, said = run_with_one_line_errors(arguments, lambda: work(arguments))
+    if arguments.json:
+        print_json({**as_json(answer), "warnings": said})
+    else:
+        show(answer, arguments)
+        print_warnings(said)
+    return 0
+
+
 def _is_of_this_package(error: Exception) -> bool:
     """Whether it was raised here, or in Python's library as this package called it."""
     callers = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]

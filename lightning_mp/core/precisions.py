@@ -107,13 +107,6 @@ MASTER_DTYPES: dict[str, torch.dtype] = {
     row.name: row.compute_dtype for row in PRECISIONS.values() if row.master_bytes and "+" not in row.name
 }
 
-#: The dtypes of 16 bit, and those of all weights that plugins cast.
-HALF_DTYPES = (_FP16, _BF16)
-CAST_DTYPES = (_FP32, *HALF_DTYPES)
-
-#: The largest fp16 number.
-HALF_MAX = torch.finfo(_FP16).max
-
 
 #: What functions about a precision take.
 PrecisionLike = PrecisionName | PrecisionSpec | PrecisionPlugin

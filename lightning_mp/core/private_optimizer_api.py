@@ -1,7 +1,7 @@
-"""What is not public of optimizers, their schedulers, GradScaler, and a step as Lightning makes it."""
+"""What is not public of optimizers, GradScaler, and a step as Lightning makes it."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.call import _call_callback_hooks, _call_lightning
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer, _muon
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.utils.hooks import RemovableHandle
 
 from lightning_mp.core.patches import Patch
@@ -155,13 +154,6 @@ def clip_through_module(plugin: Precision, model: "pl.LightningModule", optimize
 def replace_clipping(plugin: Precision, replacement: Callable[..., None]) -> Patch:
     """Replaces the call by which a plugin, after the hooks that see gradients, has the module clip them."""
     return Patch(plugin, "_clip_gradients", replacement)
-
-
-def scheduler_parts(scheduler: LRScheduler) -> tuple[Sequence[LRScheduler], Sequence[int]]:
-    """The schedulers that one is made of, and after how many calls each of the later ones begins; none of others."""
-    if isinstance(scheduler, SequentialLR):
-        return scheduler._schedulers, scheduler._milestones
-    return (scheduler._schedulers, ()) if isinstance(scheduler, ChainedScheduler) else ((), ())
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:

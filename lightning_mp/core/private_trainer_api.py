@@ -1,6 +1,6 @@
-"""What is not public of a Trainer, or public and unseen by type checkers: callbacks, settings, the present step."""
+"""What is not public of a Trainer and its schedulers, or unseen by type checkers: callbacks, settings, the step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
 #: (owner, private name, why it is needed)
 PRIVATE_NAMES: tuple[tuple[object, str, str], ...] = (
@@ -74,3 +75,10 @@ def average_model_of(callback: Callback) -> torch.nn.Module | None:
     """What ``WeightAveraging`` or ``StochasticWeightAveraging`` averages into; None outside of a fit."""
     average: torch.nn.Module | None = vars(callback)["_average_model"]
     return average
+
+
+def scheduler_parts(scheduler: LRScheduler) -> tuple[Sequence[LRScheduler], Sequence[int]]:
+    """The schedulers that one is made of, and after how many calls each of the later ones begins; none of others."""
+    if isinstance(scheduler, SequentialLR):
+        return scheduler._schedulers, scheduler._milestones
+    return (scheduler._schedulers, ()) if isinstance(scheduler, ChainedScheduler) else ((), ())

@@ -83,7 +83,7 @@ def assemble(job: Job, extra_callbacks: Sequence[Callback] = ()) -> pl.Trainer:
         strategy=_strategy(settings),
         max_epochs=-1,  # the budget ends the run
         callbacks=[
-            mp.OverflowMonitor(),
+            mp.OverflowMonitor(guard=settings.precision == "32-true"),
             mp.OverflowPostMortem(dirpath=folder),
             mp.AccumulationScheduler(settings.accumulation, unit="step"),
             budget,
@@ -154,7 +154,7 @@ def _precision(job: Job) -> list[Any]:
             return []
         case "tf32":
             return [mp.TF32Precision()]
-        case "fp8":
+        case "fp8-mixed":
             # some CPUs take seconds for a step with torch's own product
             return [mp.Float8Precision(settings.recipe, emulate=job.accelerator == "cpu", skip_small=False)]
         case "bf16-true" | "16-true" as weights:
@@ -252,7 +252,7 @@ def _announce(job: Job) -> None:
     )
     if job.resumed_from is not None:
         say(f"Resuming after {job.resumed_tokens:,} tokens, from {job.resumed_from}.")
-    if on_cpu and settings.precision == "fp8":
+    if on_cpu and settings.precision == "fp8-mixed":
         say("On a CPU, fp8 is emulated: operands are rounded to fp8 and multiplied in fp32, which is slow.")
     elif on_cpu and "16" in settings.precision:
         name = "bf16" if settings.precision.startswith("bf16") else "fp16"

@@ -74,7 +74,7 @@ def check_combinations(settings: Any) -> None:
                 )
 
 
-Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8"]
+Precision = Literal["32-true", "tf32", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "fp8-mixed"]
 SCALED_PRECISIONS = ("16-mixed", "16-true")  # with a loss scale, so that steps may be skipped
 
 #: Micro-batches per optimizer step, by the step from which on: small batches while the loss falls fast, larger ones
@@ -112,7 +112,7 @@ class Settings:
         "bf16-mixed", "bf16-true and 16-true keep fp32 masters; on a CPU, fp16 is slow and fp8 is emulated"
     )
     storage: Storage = setting("fp32", "master weights of bf16-true", precision=["bf16-true"])
-    recipe: Float8Recipe = setting("tensorwise", "scaling of fp8", precision=["fp8"])
+    recipe: Float8Recipe = setting("tensorwise", "scaling of fp8", precision=["fp8-mixed"])
     params: int = setting(100_000, "model size in parameters", read=_read_parameters)
     tokens_per_parameter: float = setting(20.0, "token budget; 20 is the Chinchilla rule")
     batch_size: int = setting(8, "sequences per micro-batch and data-parallel rank")

@@ -1,14 +1,14 @@
 """What the named FLOPs conventions need to know of a module: weights of matrix products, and a decoder's shape."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from lightning_mp.flops.conventions import CONVENTIONS, flops_per_token
-from lightning_mp.modules.stage_placeholder import full_model
-from lightning_mp.modules.whole_parameters import WholeParameter, whole_parameters
+from lightning_mp.flops.experts import configurations, elements_used
+from lightning_mp.modules.whole_parameters import whole_parameters
 
 _LARGEST_DISAGREEMENT = 1.25  # conventions differ by less among themselves
 
@@ -42,40 +42,6 @@ def matmul_parameters(module: nn.Module) -> MatmulParameters:
     met = elements_used(module, weights)
     return MatmulParameters(
         total=sum(met), frozen=sum(each for each, weight in zip(met, weights, strict=True) if not weight.learns)
-    )
-
-
-def elements_used(module: nn.Module, weights: Sequence[WholeParameter]) -> list[int]:
-    """How many numbers of each parameter a token uses: all, and of a mixture the share of the experts it is sent to."""
-    with full_model(module):
-        experts = {
-            id(part)
-            for name, of_experts in module.named_modules()
-            if name.rpartition(".")[2] == "experts"
-            for part in of_experts.modules()
-        }
-    share = _share_of_experts(module) if any(_is_expert(weight, experts) for weight in weights) else (1, 1)
-    return [
-        weight.elements * share[0] // share[1] if _is_expert(weight, experts) else weight.elements for weight in weights
-    ]
-
-
-def _is_expert(weight: WholeParameter, experts: set[int]) -> bool:
-    return any(id(owner) in experts for owner in weight.owners)
-
-
-def _share_of_experts(module: nn.Module) -> tuple[int, int]:
-    """How many experts a token is routed to, of how many."""
-    for config in _configurations(module):
-        met = getattr(config, "num_experts_per_tok", None)
-        for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-            experts = getattr(config, name, None)
-            if met and experts:
-                return int(met), int(experts)
-    raise ValueError(
-        "This mixture of experts has no Hugging Face configuration with num_experts_per_tok and num_local_experts,"
-        " num_experts or n_routed_experts, so counting all parameters would be too high. Use 'exact', or give the"
-        " number of FLOPs."
     )
 
 
@@ -130,7 +96,7 @@ def _attended_pairs(config: Any, context_tokens: int, *, is_halved: bool) -> Ite
 
 
 def _configuration_and_width(module: nn.Module, convention: str) -> tuple[Any, int]:
-    for config in _configurations(module):
+    for config in configurations(module):
         layers = getattr(config, "num_hidden_layers", None)
         heads = getattr(config, "num_attention_heads", None)
         hidden = getattr(config, "hidden_size", None)
@@ -142,10 +108,3 @@ def _configuration_and_width(module: nn.Module, convention: str) -> tuple[Any, i
         " Hugging Face configuration that contains them. Give the number itself, flops_per_token(N, layers=...,"
         f" width=..., context_tokens=..., convention={convention!r}), or 'exact'."
     )
-
-
-def _configurations(module: nn.Module) -> Iterator[Any]:
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if config is not None:
-            yield config

@@ -54,6 +54,8 @@ class ThroughputTotals:
         def ratio(above: str, below: str) -> float | None:
             return part[above] / part[below] if part[below] > 0 else None
 
+        if not part["timed_input_tokens"]:  # only the warm-up step
+            return Rates(goodput=ratio("useful_tokens", "input_tokens"))
         return Rates(
             tokens_per_second=ratio("timed_input_tokens", "seconds"),
             nonpad_tokens_per_second=ratio("timed_nonpad_tokens", "seconds"),

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_mp.core import private_tensor_api
 from lightning_mp.core.devices import accumulation_dtype, sent_to
-from lightning_mp.core.precisions import HALF_DTYPES
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 
 
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from torch.optim import lr_scheduler
 
-from lightning_mp.core import private_optimizer_api
+from lightning_mp.core import private_trainer_api
 
 AfterItsEnd = Literal["raises", "rises", "zero", "stays"]
 # Attribute with the number of calls, and what torch's code does after it (torch/optim/lr_scheduler.py).
@@ -87,7 +87,7 @@ def schedulers_longer_than(steps: int, trainer: "pl.Trainer") -> tuple[FoundSche
 
 def _parts(scheduler: Any, offset: int = 0) -> Iterator[tuple[Any, int]]:
     """A scheduler, or the last part of a sequence with the calls before it; earlier parts are warm-ups."""
-    parts, milestones = private_optimizer_api.scheduler_parts(scheduler)
+    parts, milestones = private_trainer_api.scheduler_parts(scheduler)
     if milestones:
         yield from _parts(parts[-1], offset + milestones[-1])
     elif parts:

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_mp.core.arguments import true_or_false
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.core.ranks import sum_over_ranks_
 from lightning_mp.core.saved_state import AMOUNT, COUNT, POSITIVE, POSITIVE_COUNT, checked_state
 from lightning_mp.core.settings_repr import SettingsRepr
@@ -286,9 +286,9 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
 
     def _raise_at_floor(self, overflows: int) -> None:
         message = (
-            f"LossScaler: the last {overflows} steps overflowed with the loss scale at its floor, {self._min_scale:g}:"
-            " no scale makes these gradients finite. OverflowPostMortem(replay=True) names the layer; or train in"
-            " bf16. To continue regardless, use LossScaler(on_floor='warn')."
+            f"LossScaler: the last {overflows} steps overflowed with the loss scale at its floor,"
+            f" {self._min_scale:.8g}: no scale makes these gradients finite. OverflowPostMortem(replay=True) names the"
+            " layer; or train in bf16. To continue regardless, use LossScaler(on_floor='warn')."
         )
         if self._on_floor == "raise":
             raise LossScaleFloorError(message)
@@ -348,8 +348,8 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         scale = min(max(state_dict["scale"], low), high)
         if scale != state_dict["scale"]:
             rank_zero_warn(
-                f"LossScaler: the checkpoint's loss scale {state_dict['scale']:g} is outside [{self._min_scale:g},"
-                f" {self._max_scale:g}], so the run continues with {scale:g}. To keep it, widen min_scale or"
+                f"LossScaler: the checkpoint's loss scale {state_dict['scale']:.8g} is outside [{self._min_scale:.8g},"
+                f" {self._max_scale:.8g}], so the run continues with {scale:.8g}. To keep it, widen min_scale or"
                 " max_scale."
             )
         super().load_state_dict({**state_dict, "scale": scale})

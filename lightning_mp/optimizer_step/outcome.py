@@ -34,8 +34,13 @@ class StepOutcome:
 
     @property
     def skipped(self) -> bool:
-        """Whether the step was skipped because a gradient was not finite."""
+        """Whether the step was skipped: a gradient was not finite, or no micro-batch of the window had a loss."""
         return not self.stepped
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether the step was skipped because a gradient was not finite."""
+        return self.skipped and self.grad_norm != 0.0  # which it is without a loss
 
     def nonfinite_parameters(self) -> list[str]:
         """Names of the parameters whose gradient on this rank held an inf or a nan, last layer first.

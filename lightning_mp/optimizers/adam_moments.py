@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from lightning_mp.optimizers.joint import JointOptimizer
+from lightning_mp.optimizers.parts import parts_of
 
 AnyAdam = TypeVar("AnyAdam", bound=Adam)
 
@@ -109,7 +109,7 @@ def refuse_bf16_moments(optimizer: Optimizer) -> None:
         MisconfigurationException: on another device than CUDA.
         ValueError: if parameters are neither fp32 nor bf16.
     """
-    for part in optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]:
+    for part in parts_of(optimizer):
         if has_bf16_moments(part):
             for parameter in chain(*(group["params"] for group in part.param_groups)):
                 _check_parameter(part, parameter)

@@ -16,13 +16,14 @@ from typing_extensions import override
 from lightning_mp.core import private_optimizer_api
 from lightning_mp.core.messages import listed
 from lightning_mp.optimizers.matrix_blocks import BLOCKS, refuse_unknown_blocks
+from lightning_mp.optimizers.parts import OptimizerOfParts
 from lightning_mp.optimizers.sharded_muon import needs_own_step, sharded_step
 
 # In every parameter group, and so in every checkpoint: the index of the optimizer that steps the group.
 _OWNER = "optimizer_index"
 
 
-class JointOptimizer(Optimizer):
+class JointOptimizer(OptimizerOfParts):
     """Steps several optimizers as one, each on its own parameter groups.
 
     Lightning's automatic optimization, learning-rate schedulers, gradient clipping, loss scaling and master weights

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_optimizer_api
-from lightning_mp.optimizers.joint import JointOptimizer
+from lightning_mp.optimizers.parts import parts_of
 
 _CLASS = "tensor_subclass"
 _hooked: "WeakSet[Optimizer]" = WeakSet()
@@ -48,8 +48,11 @@ def save_plain_tensors(optimizer: Optimizer) -> None:
 
 def _parts_of_torchao(optimizer: Optimizer) -> list[Optimizer]:
     """The optimizer, or those in a joint one, whose class or a base of it is torchao's."""
-    parts = optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
-    return [part for part in parts if any(kind.__module__.startswith("torchao.optim") for kind in type(part).__mro__)]
+    return [
+        part
+        for part in parts_of(optimizer)
+        if any(kind.__module__.startswith("torchao.optim") for kind in type(part).__mro__)
+    ]
 
 
 def _save(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,14 @@ from lightning_mp.core.messages import listed
 from lightning_mp.core.patches import Patches
 from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.modules.norms import BATCH_NORMS
-from lightning_mp.optimizers.joint import JointOptimizer
+from lightning_mp.optimizers.parts import parts_of
 
 
 def has_evaluated_weights(optimizer: Optimizer) -> bool:
     """Whether an optimizer evaluates other weights than it trains: it has the methods ``train`` and ``eval``."""
-    if isinstance(optimizer, JointOptimizer):
-        return any(map(has_evaluated_weights, optimizer.optimizers))
+    parts = parts_of(optimizer)
+    if parts != [optimizer]:
+        return any(map(has_evaluated_weights, parts))
     return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 

@@ -31,6 +31,7 @@ from functools import lru_cache
 from importlib import resources
 
 from lightning_mp.core.arguments import positive_number, whole_number, whole_quantity
+from lightning_mp.core.number_formats import number_format
 from lightning_mp.core.precisions import PrecisionLike, find_precision
 from lightning_mp.flops.conventions import flops_per_token
 from lightning_mp.flops.hardware import known_chips, peak_flops, rate_column
@@ -233,9 +234,9 @@ def _micro_batches(tokens_per_step: int, of_a_micro_batch: int, layout: Parallel
     micro_batches, rest = divmod(tokens_per_step, of_a_micro_batch * layout.data_ranks)
     if rest or not micro_batches:
         raise ValueError(
-            f"`tokens_per_step` ({tokens_per_step}) is not a multiple of {of_a_micro_batch} tokens in a micro-batch on"
-            f" {layout.data_ranks} data ranks. Use a multiple of {of_a_micro_batch * layout.data_ranks}, shorter"
-            " sequences, or fewer data ranks."
+            f"`tokens_per_step` ({tokens_per_step:,}) is not a multiple of {of_a_micro_batch:,} tokens in a"
+            f" micro-batch on {layout.data_ranks} data rank{'s' if layout.data_ranks > 1 else ''}. Use a multiple of"
+            f" {of_a_micro_batch * layout.data_ranks:,}, shorter sequences, or fewer data ranks."
         )
     return micro_batches
 
@@ -394,7 +395,7 @@ class ChipChoice:
 def choose_chips(
     config: DecoderConfig, gpus: int = 1, *, context_tokens: int = 4096, precision: PrecisionLike = "bf16-mixed"
 ) -> list[ChipChoice]:
-    """The chips on which a model can be trained, for a given number of them.
+    """The chips with units for a precision on which a model can be trained, for a given number of them.
 
     Args:
         config: the model.
@@ -412,9 +413,12 @@ def choose_chips(
         >>> [row.memory_bytes // 10**9 for row in choose_chips(config) if row.best is not None][:2]
         [256, 270]
     """
+    row = find_precision(precision)
+    wanted = "fp8" if row.fp8 else number_format(row.compute_dtype).name
     chips_by_memory: dict[int, list[str]] = {}
     for chip in sorted(known_chips(), key=lambda chip: chip.memory_bytes):
-        chips_by_memory.setdefault(chip.memory_bytes, []).append(chip.name)
+        if wanted in chip.peak_flops:
+            chips_by_memory.setdefault(chip.memory_bytes, []).append(chip.name)
     found = []
     for memory, chips in chips_by_memory.items():
         layouts = choose_layouts(config, gpus, memory_bytes=memory, context_tokens=context_tokens, precision=precision)

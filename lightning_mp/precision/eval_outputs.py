@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 from lightning_mp.core.patches import Patches
-from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.modules.forward_wrapper import WrappedForwards, class_forward
 
 _STEPS = ("validation_step", "test_step", "predict_step")

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 from lightning_mp.core.messages import listed
-from lightning_mp.core.precisions import HALF_DTYPES, low_dtype
+from lightning_mp.core.precisions import low_dtype
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.precision.base import GradientStepPrecision
 

@@ -20,8 +20,9 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api, private_trainer_api
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 from lightning_mp.core.messages import place_of
-from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
+from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.core.random_state import random_state_kept
 from lightning_mp.lr_schedule.scheduler_facts import FoundScheduler, read_schedulers, schedulers_in
 from lightning_mp.modules.names import parameter_names

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from lightning_mp.core.precisions import HALF_DTYPES
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 
 #: cuBLAS gets a workspace for each thread that calls it, forward and backward: 32 MiB on compute capability 9.0, 8.1
 #: before (torch 2.11, aten/src/ATen/cuda/CublasHandlePool.cpp). On an H200 the allocator held 73 to 81 MiB more than

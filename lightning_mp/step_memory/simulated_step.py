@@ -13,9 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import override
 
 from lightning_mp.core import private_dispatch_api
+from lightning_mp.core.half_dtypes import CAST_DTYPES, HALF_DTYPES
 from lightning_mp.core.messages import place_of
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.core.precisions import CAST_DTYPES, HALF_DTYPES, PrecisionSpec
+from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.flops.grouped_products import GroupedProducts, backward_in_modes
 from lightning_mp.flops.meta_masks import MasksWithoutNumbers
 from lightning_mp.gradients.old_gradients import module_needs_old_gradients

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mp.core import private_dispatch_api
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.core.precisions import HALF_DTYPES, PrecisionSpec
+from lightning_mp.core.precisions import PrecisionSpec
 from lightning_mp.gradients.step_blocks import padded, step_blocks
 from lightning_mp.optimizers.adam_moments import has_bf16_moments
 from lightning_mp.optimizers.evaluations import evaluates_its_closure_once

@@ -41,8 +41,34 @@ def fit(forecast: BudgetForecast, *more: Any, data: Any = None, **arguments: Any
 def test_points_pair_the_tokens_of_a_window_with_its_loss(micro_batches: int) -> None:
     forecast = BudgetForecast("train/loss")
     fit(forecast, AccumulationScheduler({0: micro_batches}), max_steps=9, limit_train_batches=6)
-    assert forecast.tokens == [6.0 * micro_batches * step for step in range(1, 9)]
+    assert forecast.tokens == [6.0 * micro_batches * step for step in range(1, 10)]
     assert forecast.losses == pytest.approx([2.0 + 30.0 * tokens**-0.5 for tokens in forecast.tokens])
+
+
+class LogsRarely(Follows):
+    """The mean of an epoch, or only every third step: what ``callback_metrics`` holds meanwhile is an old value."""
+
+    on_epoch = False
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if self.on_epoch:
+            super().log(name, value, on_step=False, on_epoch=True)
+        elif self.trainer.global_step % 3 == 0:
+            super().log(name, value)
+
+
+@pytest.mark.filterwarnings("ignore:ChinchillaBudget. .*")
+@pytest.mark.parametrize("on_epoch", [False, True])
+def test_a_loss_that_was_not_logged_in_a_window_is_no_point(on_epoch: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Seen: 12 means of epochs made 91 points, and a narrow band."""
+    forecast, module = BudgetForecast("train/loss", every_n_steps=12), LogsRarely(adamw)
+    module.on_epoch = on_epoch
+    budget = ChinchillaBudget(tokens=12_000)
+    with caplog.at_level("INFO"):
+        small_models.fit(module, BATCHES[:6], forecast, budget, max_epochs=-1, max_steps=24)
+    tokens = [42.0, 78.0, 114.0] if on_epoch else [6.0 + 18.0 * index for index in range(8)]
+    assert forecast.tokens == tokens
+    assert "BudgetForecast('train/loss') made no forecast. A forecast needs 20 points" in caplog.text
 
 
 @pytest.mark.full

@@ -108,7 +108,7 @@ def test_the_table_of_a_plan(capsys):
 def test_device_hours_name_the_chip_and_its_peak(capsys):
     words = ["plan", "--device-hours", "1000", "--device", "h100", "--mfu", "0.4"]
     lines = lines_by_name(output(capsys, *words).out)
-    assert lines["machine"] == "1000 hours of H100 SXM, 989.4 TFLOP/s dense bf16, MFU 0.4"
+    assert lines["machine"] == "1,000 hours of H100 SXM, 989.4 TFLOP/s dense bf16, MFU 40%"
     assert lines["FLOPs 6 N D"] == "1.42e21"
     content = json.loads(output(capsys, *words, "--dtype", "fp8", "--json").out)
     assert (content["device"], content["dtype"], content["mfu"]) == ("H100 SXM", "fp8", 0.4)

@@ -121,7 +121,7 @@ def test_parameters_alone_are_enough_for_chips(capsys):
     printed = output(capsys, "plan --params 7B --gpus 8 --context 2048").out
     assert "No shape was given. Assumed, in the proportions of Llama 2: 32 layers" in printed
     assert (
-        "Chips, in bf16-mixed with Adam and sequences of 2048 tokens, of which 8 GPUs suffice, with the layout that"
+        "Chips, in bf16-mixed with Adam and sequences of 2,048 tokens, of which 8 GPUs suffice, with the layout that"
         in words_of(printed)
     )
     assert "On chips of 24 GB or less it may not fit." in printed
@@ -129,6 +129,26 @@ def test_parameters_alone_are_enough_for_chips(capsys):
     printed = words_of(output(capsys, "plan --params 175B --tokens 300B").out)
     assert "It does not fit on 1 GPU in bf16-mixed, not even of 288 GB (MI350X, MI355X): pass --gpus." in printed
     assert "128 GPUs of 80 GB suffice: FSDP 16 x TP 8, checkpointed." in printed
+
+
+@pytest.mark.parametrize(
+    ("precision", "without", "has"),
+    [("", "V100", "A100"), ("--precision fp8-mixed", "A100", "H100"), ("--precision 16-mixed", "-", "V100")],
+)
+def test_chips_have_units_for_the_precision(precision, without, has, capsys):
+    """Seen: a V100 for bf16, an A100 for fp8."""
+    printed = output(capsys, f"plan --params 7B --gpus 8 {precision}").out.partition("\nChips")[2]
+    assert (has in printed, f" {without}" in printed) == (True, False)
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_one_chip_suffices_and_the_legend_is_that_of_the_table(capsys):
+    h100, v100 = "plan --params 1B --device h100", "plan --params 1B --device v100"
+    assert "of which 1 GPU suffices, with" in words_of(output(capsys, "plan --params 1B").out)
+    one = words_of(output(capsys, h100).out)
+    assert ("Step: 4.19M tokens at the peaks of the chip" in one, "runs TP with PP" in one) == (True, False)
+    assert "Step: the links of this chip are not known." in words_of(output(capsys, v100).out)
+    assert "runs TP with PP" in words_of(output(capsys, f"{h100} --gpus 64").out)
 
 
 def test_what_does_not_fit_is_told_how_many_gpus_would_do(capsys):
@@ -164,7 +184,7 @@ def test_steps_are_whole_sequences_on_any_number_of_gpus(capsys):
     printed = words_of(output(capsys, "plan --params 1B --device h100 --gpus 24").out)
     assert "Step: 4.23M tokens at the peaks" in printed
     odd = words_of(output(capsys, "plan --params 1B --device h100 --gpus 24 --tokens-per-step 1M").out)
-    assert "--tokens-per-step (1000000) is not a multiple of 4096 tokens in a micro-batch on 24 data ranks" in odd
+    assert "--tokens-per-step (1,000,000) is not a multiple of 4,096 tokens in a micro-batch on 24 data ranks" in odd
 
 
 def test_a_smaller_board_of_a_chip(capsys):

@@ -257,7 +257,7 @@ def test_gradients_are_unscaled_in_every_precision():
 def test_results_in_words_numbers_and_a_picture(found, tmp_path):
     text = str(found)
     assert "val/loss, 3 paired seeds of 13 steps, margin 0.004" in text
-    assert text.splitlines()[1].split()[:6] == ["precision", "time/batch", "ratio", "from", "to", "samples/s"]
+    assert text.splitlines()[1].split()[:6] == ["precision", "time", "ratio", "from", "to", "samples/s"]
     values = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert values["precisions"]["coarse"]["verdict"] == "worse"
     assert values["precisions"]["thirsty"]["differences"] == [0.0] * 3
@@ -342,7 +342,7 @@ class NoBatches:
             {"precisions": ["32-true", "bf16"]},
             "has 'bf16'. Did you mean 'bf16-mixed'\\? Known names are 64-true, 32-true",
         ),
-        ({"precisions": ["32-true", "32-true"]}, "has '32-true' twice. Name them: "),
+        ({"precisions": ["32-true", "32-true"]}, "has '32-true' twice. Leave one out"),
         ({"precisions": ["32-true", 16]}, "has 16 of type int. Pass a name, a precision plugin, or a function"),
         ({"steps": 0}, "`steps` must be a whole number, 1 or more, got 0"),
         ({"seeds": 0}, "`seeds` must be a positive number of pairs, or different whole numbers, got 0"),

@@ -37,8 +37,8 @@ def _refusal(capsys, *arguments):
     ("arguments", "message"),
     [
         (["--precision", "int4"], "argument --precision: invalid choice: 'int4' (choose from "),
-        (["--precision", "fp8", "--recipe", "soup"], "argument --recipe: invalid choice: 'soup' (choose from "),
-        (["--recipe", "rowwise"], "--recipe works only with --precision fp8, not bf16-mixed"),
+        (["--precision", "fp8-mixed", "--recipe", "soup"], "argument --recipe: invalid choice: 'soup' (choose from "),
+        (["--recipe", "rowwise"], "--recipe works only with --precision fp8-mixed, not bf16-mixed"),
         (["--precision", "bf16-true", "--storage", "tape"], "argument --storage: invalid choice: 'tape' (choose from "),
         (["--precision", "16-true", "--storage", "remainder"], "works only with --precision bf16-true, not 16-true"),
         (["--precision", "tf32", "--accelerator", "cpu"], "TF32Precision cannot run on this device: TF32 is a mode of"),

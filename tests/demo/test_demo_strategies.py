@@ -30,7 +30,7 @@ PRECISIONS = {
     "bf16-mixed": (),
     "bf16-true, remainder": ("--storage", "remainder"),
     "16-true": (),
-    "fp8": (),
+    "fp8-mixed": (),
 }
 
 #: Options, and the number of copies of the model on two devices.

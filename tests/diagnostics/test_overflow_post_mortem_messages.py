@@ -1,17 +1,21 @@
 """What the post-mortem says: a diverged run by that name, the same trouble once, everything on one line."""
 
 import logging
+import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from planted_overflows import LogOfZero, Planted, TimesInBackward, TimesInForward, numbered_batches
 from small_models import Regression, loader, quiet_trainer, regression_batches
 from torch import nn
 
-from lightning_mp import AutocastPrecision, LossScaler, OverflowPostMortem
+from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor, OverflowPostMortem
+from lightning_mp.diagnostics.overflow.report import OverflowReport
 
 
 def plugin() -> AutocastPrecision:
@@ -117,3 +121,51 @@ def test_other_trouble_is_told_too(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert [line.split(" was")[0] for line in said[:2]] == ["Optimizer step 1", "Optimizer step 3"]
     assert "3 optimizer steps were skipped: 2 because the loss scale was too high (first at step 1)" in said[2]
     assert len(said) == 3
+
+
+def test_large_scales_are_written_out() -> None:
+    """Seen: 1.67772e+07, which is no power of two."""
+    report = OverflowReport(step_index=0, loss_scale=2.0**24, parameters=[], ranks=[0], findings=[])
+    assert "skipped at loss scale 16777216." in str(report)
+
+
+@pytest.mark.parametrize(
+    ("precision", "others", "said"),
+    [
+        ("32-true", [], "With Precision add lightning_mp.OverflowMonitor(guard=True) to the callbacks"),
+        ("bf16-mixed", [], "With MixedPrecision add lightning_mp.OverflowMonitor(guard=True) to the callbacks"),
+        ("32-true", [OverflowMonitor()], "OverflowPostMortem will see nothing: Precision has no loss scale"),
+        ("bf16-mixed", [OverflowMonitor()], "will see nothing: MixedPrecision has no loss scale"),
+        ("32-true", [OverflowMonitor(guard=True)], ""),
+    ],
+)
+def test_without_a_scale_lightnings_plugins_need_the_guard(precision: Any, others: Any, said: str) -> None:
+    """Seen: the callback that the error named skipped nothing either, and nothing was said of weights of NaN."""
+    trainer = quiet_trainer(precision=precision, callbacks=[OverflowPostMortem(), *others])
+    with pytest.raises((MisconfigurationException, UserWarning), match=re.escape(said)) if said else nullcontext():
+        trainer.fit(Regression(), loader(regression_batches(2)))
+
+
+class NoLoss(Regression):
+    """No loss in some batches."""
+
+    without: range
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.without else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+@pytest.mark.parametrize("without", [range(12), range(1, 2)])
+@pytest.mark.parametrize(
+    "precision", [plugin, partial(AutocastPrecision, "bf16-mixed"), partial(MasterWeightsPrecision, "16-true")]
+)
+def test_a_window_without_a_loss_is_no_overflow(precision: Any, without: range, tmp_path: Path) -> None:
+    """Seen: "12 of 12 steps were skipped because gradients were not finite", and a report of each."""
+    monitor, post_mortem = OverflowMonitor(stop_after_skips=5), OverflowPostMortem(replay=True, dirpath=tmp_path)
+    trainer = quiet_trainer(plugins=[precision()], callbacks=[monitor, post_mortem])
+    module = NoLoss()
+    module.without = without
+    trainer.fit(module, loader(regression_batches(12)))
+    assert (trainer.global_step, monitor.skipped_steps, monitor.skip_streak) == (12, len(without), 0)
+    assert post_mortem.reports == []

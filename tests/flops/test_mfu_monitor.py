@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from memory_logger import MemoryLogger
-from small_models import TokenModel, Trained, fit, fused_adamw, loader, quiet_trainer
+from small_models import TokenModel, Trained, fit, fused_adamw, loader, quiet_trainer, token_batches
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
@@ -501,3 +501,15 @@ def test_samples_that_are_no_rows_are_what_the_user_says() -> None:
 def _no_mode_is_left() -> Iterator[None]:
     yield
     assert get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize("arguments", [{"max_steps": 1}, {"fast_dev_run": True}])
+def test_a_run_of_the_warm_up_alone_has_no_rates(arguments: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Seen: "whole run: 0 tokens/s, MFU 0.0%"."""
+    monitor = MFUMonitor(peak_flops=PEAK)
+    with caplog.at_level("INFO"):
+        trainer = fit(TokenModel(), token_batches([5, 5]), monitor, **arguments)
+    total = monitor.total
+    assert (total.tokens_per_second, total.mfu, total.hfu, total.goodput) == (None, None, None, 1.0)
+    assert "whole run" not in caplog.text
+    assert "mp/mfu" not in trainer.callback_metrics

@@ -215,7 +215,7 @@ def test_only_the_seams_touch_private_names_of_lightning_and_torch():
     assert without_empty(found) == {}
 
 
-MEAN_LINES, MONITOR_LINES = 4_500, 4_500
+MEAN_LINES, MONITOR_LINES = 4_200, 4_250
 PARTS = {
     name: module
     for module in MODULES
@@ -255,6 +255,8 @@ def test_a_part_can_be_owned_without_the_rest():
     sizes = {name: lines_to_own([module]) for name, module in PARTS.items()}
     assert len(sizes) > 15
     assert sizes["rank_watchdog"] < 800
+    assert sizes["fsdp2"] < 9_150
+    assert sizes["chinchilla_budget"] < 7_350
     assert sum(sizes.values()) / len(sizes) < MEAN_LINES, sizes
 
 

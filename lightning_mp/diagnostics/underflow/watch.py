@@ -13,9 +13,9 @@ from torchmetrics import Metric
 
 from lightning_mp.core import private_dispatch_api
 from lightning_mp.core.devices import sent_to
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 from lightning_mp.core.messages import WarnOnce
 from lightning_mp.core.nested_tensors import tensors_in, why_unreadable
-from lightning_mp.core.precisions import HALF_DTYPES
 from lightning_mp.core.uncopied import RunHook
 from lightning_mp.diagnostics.underflow.exponents import ExponentTable
 from lightning_mp.gradients import gradient_ops

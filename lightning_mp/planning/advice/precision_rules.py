@@ -7,7 +7,7 @@ from lightning_mp.core.float8_gains import SMALLEST_GAIN
 from lightning_mp.core.precisions import PrecisionName
 from lightning_mp.core.quantities import format_quantity
 from lightning_mp.flops.device_traits import DeviceTraits
-from lightning_mp.planning.advice.recommendation import Choice, Component
+from lightning_mp.planning.advice.recommendation import Choice, Component, Sure
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
 Goal = Literal["pretrain", "finetune", "adapters", "gan", "inference"]
@@ -47,7 +47,7 @@ def advise_precision(
             f"{format_quantity(parameters)} parameters: below about 1M, and with short sequences, a step is spent on"
             " starting kernels, and casts start more of them: 16 bit does not pay."
         )
-        advice = _full("32-true", reason, "rule of thumb: time both on your model", "likely")
+        advice = _full(reason, "rule of thumb: time both on your model", "likely")
     elif device.generation in _WITHOUT_16_BIT:
         advice = _full(*_WITHOUT_16_BIT[device.generation])
     elif "bf16" not in device.formats:
@@ -88,23 +88,20 @@ def why_no_fp8(device: DeviceTraits, config: DecoderConfig | None) -> str | None
     return f"No fp8: {', '.join(odd)} is not a multiple of 16, which fp8 products require." if odd else None
 
 
-_WITHOUT_16_BIT: dict[str, tuple[str, str, str, Literal["certain", "likely", "measure it"]]] = {
+_WITHOUT_16_BIT: dict[str, tuple[str, str, Sure]] = {
     "CPU": (
-        "32-true",
         "Most CPUs convert 16-bit numbers to fp32 and back. Those with AMX or AVX-512 BF16 multiply in bf16: there"
         " compare with AutocastPrecision('bf16-mixed').",
         "torch.amp documentation, CPU autocast",
         "measure it",
     ),
     "MPS": (
-        "32-true",
         "torch has no fp8 and no float64 on MPS. What 16 bit gains there is not known: this package was not run on MPS."
         " Compare with AutocastPrecision('bf16-mixed').",
         "torch documentation, MPS backend",
         "measure it",
     ),
     "before Volta": (
-        "32-true",
         "Before Volta there are no tensor cores. 16 bit would save memory of activations and gain no speed.",
         "NVIDIA Volta whitepaper WP-08608-001",
         "certain",
@@ -112,15 +109,9 @@ _WITHOUT_16_BIT: dict[str, tuple[str, str, str, Literal["certain", "likely", "me
 }
 
 
-def _full(value: str, reason: str, source: str, sure: Literal["certain", "likely", "measure it"]) -> PrecisionAdvice:
-    return PrecisionAdvice((Choice("precision", value, reason, source, sure),), "32-true", trainer_precision=value)
-
-
-def _autocast(precision: str, scaler: Component | None = None) -> Component:
-    arguments: list[tuple[str, str | int | bool | Component]] = [("precision", precision)]
-    if scaler is not None:
-        arguments.append(("scaler", scaler))
-    return Component("AutocastPrecision", tuple(arguments))
+def _full(reason: str, source: str, sure: Sure) -> PrecisionAdvice:
+    choice = Choice("precision", "32-true", reason, source, sure)
+    return PrecisionAdvice((choice,), "32-true", trainer_precision="32-true")
 
 
 def _fp16(device: DeviceTraits, goal: Goal) -> PrecisionAdvice:
@@ -128,26 +119,21 @@ def _fp16(device: DeviceTraits, goal: Goal) -> PrecisionAdvice:
         f"{device.generation} multiplies fp16 on tensor cores and has no bf16 units. torch.cuda.is_bf16_supported()"
         " counts emulation: ask with including_emulation=False."
     )
-    scaler = (
+    scale = (
         "Gradients below 3.0e-8 are 0 in fp16 and training stalls without an error. Scaling moves them up; an overflow"
         " halves the scale and skips the step, a few times at the start of a run."
     )
     if goal == "gan":
-        scaler += " One scale serves both optimizers and is updated once per batch."
+        scale += " One scale serves both optimizers and is updated once per batch."
+    monitor = "Logs the scale and skipped steps, ends a run that only skips."
     return PrecisionAdvice(
         (
             Choice("precision", "16-mixed", reason, _PRECISION_PAGE, "certain"),
-            Choice("loss scale", "LossScaler()", scaler, _MIXED, "certain"),
-            Choice(
-                "monitor",
-                "OverflowMonitor()",
-                "Logs the scale and skipped steps, ends a run that only skips.",
-                "docs/logged_names.md",
-                "certain",
-            ),
+            Choice("loss scale", "LossScaler()", scale, _MIXED, "certain"),
+            Choice("monitor", "OverflowMonitor()", monitor, "docs/logged_names.md", "certain"),
         ),
         "16-mixed",
-        plugin=_autocast("16-mixed", Component("LossScaler")),
+        plugin=Component("AutocastPrecision", (("precision", "16-mixed"), ("scaler", Component("LossScaler")))),
         callbacks=(Component("OverflowMonitor"),),
     )
 
@@ -159,7 +145,9 @@ def _bf16(device: DeviceTraits, goal: Goal, config: DecoderConfig | None) -> Pre
         without_fp8 = None
     reason = " ".join(part for part in (reason, without_fp8) if part)
     choice = Choice("precision", "bf16-mixed", reason, f"{_BF16}; {_PRECISION_PAGE}", "certain")
-    return PrecisionAdvice((choice,), "bf16-mixed", plugin=_autocast("bf16-mixed"))
+    return PrecisionAdvice(
+        (choice,), "bf16-mixed", plugin=Component("AutocastPrecision", (("precision", "bf16-mixed"),))
+    )
 
 
 def _fp8(config: DecoderConfig) -> PrecisionAdvice:
@@ -199,7 +187,7 @@ def _inference(device: DeviceTraits) -> PrecisionAdvice:
     )
     if value == "16-true":
         reason += " fp16 ends at 65,504: look for inf in the outputs of models that were trained in bf16."
-    sure: Literal["likely", "measure it"] = "measure it" if device.accelerator == "mps" else "likely"
+    sure: Sure = "measure it" if device.accelerator == "mps" else "likely"
     choice = Choice("precision", f"Trainer(precision={value!r})", reason, _PRECISION_PAGE, sure)
     return PrecisionAdvice((choice,), value, trainer_precision=value)
 
@@ -208,25 +196,14 @@ def _about_weights(goal: Goal, storage: str) -> list[Choice]:
     if goal == "adapters":
         low = {"16-mixed": "fp16", "bf16-mixed": "bf16"}.get(storage)
         if low is None:
-            return [
-                Choice(
-                    "base weights",
-                    "frozen, fp32",
-                    "Autocast combines a 16-bit base with fp32 adapters.",
-                    _AUTOCAST,
-                    "certain",
-                )
-            ]
-        return [
-            Choice(
-                "base weights",
-                f"frozen, {low}; adapters fp32",
-                f"Load the base in {low} and set requires_grad=False: 2 bytes per parameter, no gradient, no optimizer"
-                " state. Adapters in fp32 need no masters and cost little.",
-                "Hu et al. 2021, arXiv:2106.09685; docs/precision.md",
-                "certain",
-            )
-        ]
+            reason = "Autocast combines a 16-bit base with fp32 adapters."
+            return [Choice("base weights", "frozen, fp32", reason, _AUTOCAST, "certain")]
+        reason = (
+            f"Load the base in {low} and set requires_grad=False: 2 bytes per parameter, no gradient, no optimizer"
+            " state. Adapters in fp32 need no masters and cost little."
+        )
+        source = "Hu et al. 2021, arXiv:2106.09685; docs/precision.md"
+        return [Choice("base weights", f"frozen, {low}; adapters fp32", reason, source, "certain")]
     if goal == "finetune" and storage != "32-true":
         reason = (
             "Checkpoints are often bf16. Trained as they are, an update below half of a weight's last bit is lost;"

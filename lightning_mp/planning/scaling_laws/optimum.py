@@ -200,13 +200,10 @@ def warn_far_outside(law: ScalingLaw, parameters: float, tokens: float, stacklev
     """Warns, with the range, when a prediction lies more than ten times beyond the models of a law."""
     times = law.trained.times_outside(parameters, tokens)
     if times > FAR_OUTSIDE:
-        (small, large), (short, long) = law.trained.parameters, law.trained.tokens
         warnings.warn(
             f"{format_quantity(parameters)} parameters on {format_quantity(tokens)} tokens lie "
-            f"{format_quantity(times)} times outside the models that {law.name!r} was fitted to: "
-            f"{format_quantity(small)} to {format_quantity(large)} "
-            f"parameters, {format_quantity(short)} to {format_quantity(long)} tokens. Expect no more than an order of "
-            "magnitude.",
+            f"{format_quantity(times)} times outside the models that {law.name!r} was fitted to: {law.trained}. Expect"
+            " no more than an order of magnitude.",
             stacklevel=stacklevel,
         )
 

@@ -148,7 +148,7 @@ def _run(record: Mapping[str, Any], place: str) -> Run:
 
 
 def _check_units(run: Run, place: str) -> None:
-    """Parameters and tokens are single ones, not millions or billions: a fit would take any unit without a word."""
+    """Parameters and tokens are counted in ones, not in millions: a fit would silently take any unit."""
     for name, value, fewest in (
         ("parameters", run.parameters, _FEWEST_PARAMETERS),
         ("tokens", run.tokens, _FEWEST_TOKENS),
@@ -156,13 +156,13 @@ def _check_units(run: Run, place: str) -> None:
         if value < fewest:
             raise ValueError(
                 f"{place}: {value:g} {name} are too few for a run of a scaling law, which has at least {fewest:g}. Give"
-                f" single {name}: for billions write {value:g}B or {value:g}e9, for millions {value:g}M. With flops,"
+                f" {name} in full: for billions write {value:g}B or {value:g}e9, for millions {value:g}M. With flops,"
                 " give single operations: 1 PF-day is 8.64e19."
             )
     fewest, most = _TOKENS_PER_PARAMETER
     if not fewest <= run.tokens / run.parameters <= most:
         raise ValueError(
             f"{place}: {format_quantity(run.tokens)} tokens for {format_quantity(run.parameters)} parameters are"
-            f" {run.tokens / run.parameters:.3g} per parameter, and {fewest:g} to {most:g} are expected. Give both as"
-            " single ones, not one of them in millions or billions."
+            f" {run.tokens / run.parameters:.3g} per parameter, and {fewest:g} to {most:g} are expected. Give both"
+            " in full, not one of them in millions or billions."
         )

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
+from typing_extensions import override
+
 from lightning_mp.core.arguments import positive_number
+from lightning_mp.core.quantities import format_quantity
 from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER
 
 FAR_OUTSIDE = 10.0
@@ -31,6 +34,11 @@ class TrainedRange:
 
     parameters: tuple[float, float]  #: Smallest and largest model.
     tokens: tuple[float, float]  #: Shortest and longest run.
+
+    @override
+    def __str__(self) -> str:
+        (small, large), (short, long) = [tuple(map(format_quantity, ends)) for ends in (self.parameters, self.tokens)]
+        return f"{small} to {large} parameters, {short} to {long} tokens"
 
     def times_outside(self, parameters: float, tokens: float) -> float:
         """How many times beyond the nearest trained model, in parameters or tokens: 1 inside.

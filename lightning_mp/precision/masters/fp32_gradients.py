@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mp.core import private_tensor_api
-from lightning_mp.core.precisions import HALF_DTYPES
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 from lightning_mp.gradients import gradient_ops
 from lightning_mp.gradients.gradient_ops import local_shard
 from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue

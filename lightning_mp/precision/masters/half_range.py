@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_mp.core import private_tensor_api
+from lightning_mp.core.half_dtypes import HALF_MAX
 from lightning_mp.core.host_copy import HostCopy
 from lightning_mp.core.messages import listed
-from lightning_mp.core.precisions import HALF_MAX
 from lightning_mp.gradients.gradient_ops import local_shard
 
 _REMEDIES = "Use 'bf16-true', AutocastPrecision('16-mixed') or a policy that keeps the module in fp32"

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_mp.core import private_trainer_api
+from lightning_mp.core.half_dtypes import HALF_DTYPES
 from lightning_mp.core.messages import listed
-from lightning_mp.core.precisions import HALF_DTYPES
 
 
 def averages_of(trainer: "pl.Trainer") -> list[nn.Module]:
