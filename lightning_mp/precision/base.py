@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -223,6 +224,8 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             run.cleanups.callback(self._end_reporting, run.dispatcher)
             run.evaluated = ScheduleFreeMode(run.trainer, optimizers)
             run.own_steps = OwnSteps.of(run.trainer, self._begin_own_step, self.scaler)
+            compare = partial(RankSettings.compare_at_first_batch, run.trainer)
+            Patches.of(run.trainer).around(run.trainer.strategy, "on_train_start", before=compare)
         return model, optimizers, lr_schedulers
 
     def _warn_if_nothing_trains(self, optimizers: Sequence[Optimizer]) -> None:

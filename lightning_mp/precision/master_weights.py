@@ -151,7 +151,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         precision: Literal["bf16-true", "16-true"],
         *,
         storage: Storage = "fp32",
-        scaler: "torch.amp.GradScaler | None" = None,
+        scaler: "LossScaler | torch.amp.GradScaler | None" = None,
         fp32_gradients: bool = False,
         fp32_checkpoints: bool = True,
         policy: PolicyLike | Literal["default"] | None = "default",
