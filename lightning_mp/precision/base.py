@@ -232,7 +232,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         module = self._run.trainer.lightning_module
         trainable = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        if optimizers and trainable and trainable.isdisjoint(optimized):
+        if optimized and trainable and trainable.isdisjoint(optimized):
             rank_zero_warn(
                 f"{self}: none of the {len(trainable)} trainable parameters of {type(module).__name__} is in its"
                 " optimizer, so training will not change them. Create the optimizer from self.parameters() in"

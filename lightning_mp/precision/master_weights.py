@@ -318,7 +318,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
                 yield
             except (RuntimeError, ValueError) as error:
                 if any(words in str(error) for words in ABOUT_DTYPES):
-                    error.add_note(dtype_hint(self.precision))
+                    error.add_note(dtype_hint(error, self.precision))
                 raise
 
     @contextmanager
