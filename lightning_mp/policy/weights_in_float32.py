@@ -21,8 +21,8 @@ def kept_in_float32(module: nn.Module, policy: PrecisionPolicy | None, dtype: to
 
     These are norms, parametrizations (a product or an inverse in 16 bit is none), modules for which a policy requests
     another dtype than the 16-bit one, LightningModules, whose steps use their own weights outside of any forward,
-    TorchScript modules, which take no others, and embeddings with sparse gradients, which torch cannot add up in fp16 on
-    a CPU.
+    TorchScript modules, which take no others, and embeddings with sparse gradients, which torch cannot add up in fp16
+    on a CPU.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     >>> kept_in_float32(layers, None, torch.bfloat16) == {layers[1]}
