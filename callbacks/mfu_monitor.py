@@ -83,20 +83,20 @@ class MFUMonitor(SettingsRepr, Callback):
     device once. Reading data and writing checkpoints is part of the time.
 
     *Operations.* In the first micro-batch of a fit every matrix product, convolution and attention is counted as it
-    runs, forward, backward and recomputation, on all ranks; see :mod:`lightning_mp.flops.flop_tally`. This cost per
-    token is used for the whole run; if lengths vary, attention is counted as in the first micro-batch. The peak is that
-    of the format in which most of these products ran, regardless of the precision plugin. Work that several
+    runs, forward, backward and recomputation, on all ranks; see :mod:`lightning_mp.flops.flop_tally`. This cost
+    per token is used for the whole run; if lengths vary, attention is counted as in the first micro-batch. The peak is
+    that of the format in which most of these products ran, regardless of the precision plugin. Work that several
     tensor-parallel ranks repeat on plain tensors counts on each of them.
 
     Skipped steps are known with the precision plugins of this package, or with ``OverflowMonitor``.
 
     Args:
-        flops_per_token: "exact" counts; a name of :data:`~lightning_mp.flops.conventions.CONVENTIONS` ("6N", "palm",
-            "megatron") uses its formula, with layers and width from a Hugging Face configuration; a number is used as
-            given, for forward and backward.
+        flops_per_token: "exact" counts; a name of :data:`~lightning_mp.flops.conventions.CONVENTIONS` ("6N",
+            "palm", "megatron") uses its formula, with layers and width from a Hugging Face configuration; a number is
+            used as given, for forward and backward.
         peak_flops: dense peak of one device in FLOP/s, for devices that
-            :func:`~lightning_mp.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and a message
-            says so once.
+            :func:`~lightning_mp.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and a
+            message says so once.
         window: optimizer steps that the logged rates cover.
         count: a function that returns the number of tokens, or of samples, in a batch on this rank; None counts what
             the labels or the attention mask show.

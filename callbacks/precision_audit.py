@@ -46,8 +46,8 @@ class PrecisionAudit(SettingsRepr, Callback):
 
     After the backward of that batch the hooks are removed, so the rest of the run costs nothing, and rank 0 logs a
     table: for each module the dtypes of weights, inputs, operations, outputs and gradients, and the autocast it ran
-    under. Problems (:data:`~lightning_mp.diagnostics.audit.findings.FindingKind`) follow in one ``UserWarning`` that
-    names the modules and says what to do.
+    under. Problems (:data:`~lightning_mp.diagnostics.audit.findings.FindingKind`) follow in one
+    ``UserWarning`` that names the modules and says what to do.
 
     The results of the run are bit-identical with and without it. It works with any precision plugin. With manual
     optimization the whole training step is watched, except its optimizer steps. A batch without a backward (a

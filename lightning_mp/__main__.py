@@ -24,8 +24,14 @@ _COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
             "lightning_mp.demo.cli.fill_compare_with_demo",
         ),
         "fit": ("fit a scaling law to your own runs", "lightning_mp.cli.fit.fill_fit"),
-        "bits": ("what differs between two checkpoints or two recorded runs", "lightning_mp.resume.cli.fill_bits"),
-        "consolidate": ("a sharded checkpoint as a single file", "lightning_mp.checkpoints.cli.fill_consolidate"),
+        "bits": (
+            "what differs between two checkpoints or two recorded runs",
+            "lightning_mp.resume.cli.fill_bits",
+        ),
+        "consolidate": (
+            "a sharded checkpoint as a single file",
+            "lightning_mp.checkpoints.cli.fill_consolidate",
+        ),
         "formats": ("range and precision of number formats", "lightning_mp.cli.formats.fill_formats"),
     }
 )

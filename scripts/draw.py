@@ -17,7 +17,7 @@ INK, PALE, LINE = "#1f2933", "#f3f5f7", "#8795a1"
 ORANGE, BLUE, GREEN, RED, PURPLE, GREY = "#f2b366", "#8ab6e8", "#93cfa2", "#ee9a94", "#c3a5e0", "#dfe4e9"
 RAISED = str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
 LETTER = 0.5
-"""Width of a letter over its size: what is written has to fit where it stands."""
+"""Width of a letter over its size, by which text is fitted into its box."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Drawing:
     Attributes:
         width: in pixels.
         height: in pixels.
-        title: what a reader who does not see it is told.
+        title: the text for readers who cannot see it.
     """
 
     width: int

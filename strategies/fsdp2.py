@@ -110,14 +110,14 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         tensor_parallel_size: over how many ranks each layer of the plan is split; they are neighbours, so use no more
             than a node has.
         tensor_parallel_plan: globs over names of layers to styles
-            (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), of which the first match applies; "auto" or None
-            for Hugging Face's Llama and GPT-2 and the GPT of ``lightning-mp demo``: attention runs on each rank's heads
-            only, and the loss is computed on logits that stay split by vocabulary (``F.cross_entropy`` and
-            ``nn.CrossEntropyLoss``, also inside transformers; in training any other use of the logits gathers them,
-            on all ranks together; in evaluation they are whole). "auto_sequence" also splits the sequence, in and
-            between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can be values of a mapping:
-            ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with a different head, and "whole" leaves a layer
-            as it is.
+            (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), of which the first match applies;
+            "auto" or None for Hugging Face's Llama and GPT-2 and the GPT of ``lightning-mp demo``: attention runs on
+            each rank's heads only, and the loss is computed on logits that stay split by vocabulary
+            (``F.cross_entropy`` and ``nn.CrossEntropyLoss``, also inside transformers; in training any other use of the
+            logits gathers them, on all ranks together; in evaluation they are whole). "auto_sequence" also splits the
+            sequence, in and between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can
+            be values of a mapping: ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with a different head, and
+            "whole" leaves a layer as it is.
         reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or
             spread them over that many ranks; None for the default of FSDP2.
         save_distributed_checkpoint: one file per rank (True), or a single file (False).

@@ -86,8 +86,8 @@ class AccumulationController(RunCounts):
     ``n_ref`` is the count of the run's first micro-batch on rank 0. If all micro-batches have the same count, or a step
     is one micro-batch, every factor is exactly 1, and a full window equals Lightning's to the last bit.
 
-    The pure functions of ``lightning_mp.accumulation.windows`` decide. The controller calls them from Lightning's hooks
-    and keeps what they return. Others read it, and call its methods; they never write to it.
+    The pure functions of ``lightning_mp.accumulation.windows`` decide. The controller calls them from
+    Lightning's hooks and keeps what they return. Others read it, and call its methods; they never write to it.
     """
 
     #: Our precision plugins need not make true gradients for the controller: they normalise themselves.
@@ -522,8 +522,8 @@ class AccumulationController(RunCounts):
     def window_totals(self, device: torch.device) -> Tensor | None:
         """This rank's totals of the window; None if there is nothing.
 
-        They are :meth:`lightning_mp.tokens.counter.AccumulationTotals.tensor`; the caller adds them over all ranks and
-        hands them to :meth:`close_window`.
+        They are :meth:`lightning_mp.tokens.counter.AccumulationTotals.tensor`; the caller adds them over all
+        ranks and hands them to :meth:`close_window`.
         """
         totals = self.state.window.totals
         if totals is None or (totals.micro_batches == 0 and world_size() == 1):

@@ -15,8 +15,8 @@
     end_at               the run is to end elsewhere
 
 The accumulation controller calls them. A checkpoint holds the run's own numbers; those of an open window are saved with
-its gradient (:class:`lightning_mp.accumulation.partial_state.PartialAccumulation`), because without that the window is
-lost. The totals of closed windows are in the token counter.
+its gradient (:class:`lightning_mp.accumulation.partial_state.PartialAccumulation`), because without that the
+window is lost. The totals of closed windows are in the token counter.
 """
 
 from collections.abc import Set

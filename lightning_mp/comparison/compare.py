@@ -84,8 +84,8 @@ def compare_precisions(
             per run, so that each seed has its own initial weights.
         data: a ``LightningDataModule``, a loader, a function that makes one of these, or one batch (a tensor, list,
             tuple or mapping), which is enough without ``steps``.
-        precisions: the baseline first. Names of :data:`~lightning_mp.comparison.precisions.PRECISION_NAMES`, precision
-            plugins, or functions that make one; a mapping gives them its own names.
+        precisions: the baseline first. Names of :data:`~lightning_mp.comparison.precisions.PRECISION_NAMES`,
+            precision plugins, or functions that make one; a mapping gives them its own names.
         steps: optimizer steps of each paired run, of all its optimizers together as in ``Trainer(max_steps=...)``; None
             for no paired runs.
         seeds: how many pairs, or which seeds. Seeds added later continue in the same ``file``.
@@ -109,7 +109,8 @@ def compare_precisions(
             baseline diverged, or the runs of a seed saw different data or weights.
 
     Source:
-        Non-inferiority of paired differences, see :class:`~lightning_mp.comparison.paired_difference.PairedDifference`.
+        Non-inferiority of paired differences, see
+        :class:`~lightning_mp.comparison.paired_difference.PairedDifference`.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel

@@ -43,8 +43,8 @@ def count_flops(module: nn.Module, batch: Any, step: StepFunction | None = None)
             raise
         raise ValueError(
             "count_flops() could not run the step on the meta device, where tensors have no data"
-            f" ({_first_line(error)}). Count it as it runs: with lightning_mp.flops.flop_tally.FlopTally() as tally:"
-            " (forward and backward), then tally.count."
+            f" ({_first_line(error)}). Count it as it runs: with"
+            " lightning_mp.flops.flop_tally.FlopTally() as tally: (forward and backward), then tally.count."
         ) from error
     if loss is None:
         raise ValueError(

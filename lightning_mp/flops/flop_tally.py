@@ -15,9 +15,9 @@ per multiply-add. Norms, activations, softmax and the optimizer are not counted.
 * a complex product counts as four real ones.
 
 Attention counts what a kernel computes, with one convention: a causal mask is not subtracted, the full square counts
-(PaLM's convention; "megatron" of :mod:`~lightning_mp.flops.conventions` halves it). Of packed sequences each counts its
-own square (``torch.nn.attention.varlen``), of a sliding window as many keys as it is wide. A mask given as a tensor
-hides numbers from the result, not from the kernel, so it counts in full.
+(PaLM's convention; "megatron" of :mod:`~lightning_mp.flops.conventions` halves it). Of packed sequences each
+counts its own square (``torch.nn.attention.varlen``), of a sliding window as many keys as it is wide. A mask given as a
+tensor hides numbers from the result, not from the kernel, so it counts in full.
 """
 
 from collections import Counter

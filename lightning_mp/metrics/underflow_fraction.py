@@ -18,7 +18,8 @@ def underflow_fraction(
 ) -> Tensor:
     """Share of the non-zero values whose product with ``scale`` becomes 0 in a format.
 
-    It is :attr:`FractionLost.zero <lightning_mp.core.number_formats.FractionLost>` without waiting for the device.
+    It is :attr:`FractionLost.zero <lightning_mp.core.number_formats.FractionLost>` without waiting for the
+    device.
 
     Args:
         values: floating-point tensor of any shape; for a DTensor, the local shard.

@@ -11,7 +11,8 @@ from torch import nn
 class WrappedForwards:
     """Modules whose forwards are wrapped until :meth:`undo`.
 
-    Not by :mod:`lightning_mp.core.patches`: a copy of a module keeps its wrapper, which calls the copy's own forward.
+    Not by :mod:`lightning_mp.core.patches`: a copy of a module keeps its wrapper, which calls the copy's own
+    forward.
     """
 
     def __init__(self) -> None:

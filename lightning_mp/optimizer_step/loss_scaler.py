@@ -83,7 +83,8 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         min_scale: floor. The default 2^-24 keeps the inverse scale finite.
         max_scale: ceiling.
         hysteresis: overflows before the scale is lowered; 1 is torch's rule.
-        hysteresis_refill: "step" or "growth", see :func:`lightning_mp.optimizer_step.update_rule.update_scale_`.
+        hysteresis_refill: "step" or "growth", see
+            :func:`lightning_mp.optimizer_step.update_rule.update_scale_`.
         on_floor: what happens after ``FLOOR_PATIENCE_STEPS`` (20) overflows in a row at the floor: "raise"
             :class:`LossScaleFloorError`, "warn" or "ignore". It is detected one step late, so that nothing waits for
             the device.

@@ -30,7 +30,7 @@ def blocks_of(size: int, parts: int | Sequence[int], dim: int, order: FusedOrder
         order: in which order the ranks of tensor parallelism hold it.
 
     Raises:
-        ValueError: if it does not divide so; the message goes on after "The weight has".
+        ValueError: if it does not divide so; the message continues a sentence that begins with "The weight has".
 
     Example:
         >>> blocks_of(6, 3, dim=0)

@@ -176,8 +176,8 @@ def communication_per_step(
             reductions up to there.
         tokens_per_micro_batch: t, for one data rank.
         micro_batches: M, for one data rank per optimizer step; in a pipeline those of one call of the schedule.
-        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`; masters stay where they are, and fp8
-            gathers in bf16.
+        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`; masters stay where they are, and
+            fp8 gathers in bf16.
         gradient_sync: under FSDP, reduce once per window or at every micro-batch, as
             set by ``AccumulationScheduler(sync=...)``. Without the scheduler, FSDP does the latter.
         reshard_after_forward: under FSDP, free weights between forward and backward and gather them again.

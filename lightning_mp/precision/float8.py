@@ -133,7 +133,8 @@ class Float8Precision(FullWeightsPrecision):
             device's native fp8 matmul (NVIDIA Ada and later, AMD MI300 and later, CPU) and refuse other devices.
         skip_first_and_last: Whether the first and the last Linear of the model stay in bf16.
         skip_small: Whether layers stay in bf16 that are too small to gain in speed, on any device; the sizes and their
-            sources are :data:`lightning_mp.core.float8_gains.SMALLEST_GAIN`. False to see what fp8 does to a loss.
+            sources are :data:`lightning_mp.core.float8_gains.SMALLEST_GAIN`. False to see what fp8 does to a
+            loss.
         policy: a :class:`~lightning_mp.PrecisionPolicy`, or its rules as a mapping: modules and operations that run in
             another dtype. "low" is fp8 for the chosen layers and bf16 for everything else; a layer for which a rule
             sets "bf16" or "fp32" is not converted to fp8. The resolved rules are printed at set-up.

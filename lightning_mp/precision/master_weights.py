@@ -83,11 +83,12 @@ class MasterWeightsPrecision(GradientStepPrecision):
         trainer = pl.Trainer(plugins=[MasterWeightsPrecision("bf16-true")])
 
     Parameters are fp32 for steps, hooks, callbacks, optimizers and checkpoints; only inside of a module call the
-    module's weights are 16-bit copies of them (:mod:`lightning_mp.precision.masters.lent_weights`). Target networks,
-    clamps, averages and collectives work on fp32 parameters, and any precision resumes a checkpoint. Steps run under
-    autocast with the policy, which casts what no copy reaches (buffers, frozen weights, functional calls). Where code
-    turns autocast off, modules compute with their fp32 weights. Norms, parametrizations, modules that a policy keeps
-    in another dtype, and a LightningModule's own weights are not copied. Bytes per trainable parameter, with Adam:
+    module's weights are 16-bit copies of them (:mod:`lightning_mp.precision.masters.lent_weights`). Target
+    networks, clamps, averages and collectives work on fp32 parameters, and any precision resumes a checkpoint. Steps
+    run under autocast with the policy, which casts what no copy reaches (buffers, frozen weights, functional calls).
+    Where code turns autocast off, modules compute with their fp32 weights. Norms, parametrizations, modules that a
+    policy keeps in another dtype, and a LightningModule's own weights are not copied. Bytes per trainable parameter,
+    with Adam:
 
     =========================================== ====== ======== ====== ======= ===
     between two steps                           weight gradient copy   moments sum
@@ -115,8 +116,8 @@ class MasterWeightsPrecision(GradientStepPrecision):
         precision: "bf16-true" or "16-true".
         storage: "fp32" keeps parameters as they are. "remainder" and "24bit", of bf16, give their memory away between
             steps: the copy and the 16 bits that it lacks say all about a parameter, and whoever touches it gets it back
-            until the next training step (:mod:`lightning_mp.precision.masters.split_parameters`). "remainder" is
-            exact. "24bit" keeps 8 of these bits: parameters are rounded after each step to 15 bits of fraction, a
+            until the next training step (:mod:`lightning_mp.precision.masters.split_parameters`). "remainder"
+            is exact. "24bit" keeps 8 of these bits: parameters are rounded after each step to 15 bits of fraction, a
             relative error below 2^-15, stochastically, because to nearest every update below 1.5e-5 to a weight of 1
             would be lost, and reproducibly, by number and step alone. With 8-bit moments (``AdamW8bit`` of torchao or
             bitsandbytes) it takes 7 bytes per parameter, gradients included. Parameters are whole, 4 bytes more, until

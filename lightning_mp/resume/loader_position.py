@@ -216,7 +216,6 @@ class LoaderPosition:
             self._resume = None
         if resume is None:
             self._skipped, self._start, self._last_hash = 0, None, None
-            self._handed_out.clear()
         return self._indices_from(resume)
 
     def _indices_from(self, resume: Mapping[str, Any] | None) -> Iterator[Any]:

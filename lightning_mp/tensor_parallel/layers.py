@@ -96,8 +96,9 @@ def split_layer(
     everything else gets the whole tensor
     (:class:`~lightning_mp.tensor_parallel.vocab_parallel_logits.VocabParallelLogits`).
 
-    Inside of blocks that are split along the sequence (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`), ``row``
-    and ``row_split`` give this rank's part of the tokens (reduce-scatter instead of all-reduce).
+    Inside of blocks that are split along the sequence
+    (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`), ``row`` and ``row_split`` give this rank's part
+    of the tokens (reduce-scatter instead of all-reduce).
     """
     if style == "vocabulary":
         _split_parameters(layer, mesh, {"weight": Shard(0)})

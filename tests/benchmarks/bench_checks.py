@@ -108,7 +108,7 @@ def waits(workload: Workload, seconds: float, steps: int) -> Part:
         "Waits for the device",
         seconds,
         f"Found by torch.cuda.set_sync_debug_mode over {steps} healthy steps of 2 sequences, forward and backward "
-        "included; every tenth is logged with a CSVLogger. In mode error the first wait ends the run, and stands in "
+        "included; every tenth is logged with a CSVLogger. In mode error the first wait ends the run and is listed in "
         "the table; in mode warn waits are counted. torch says that this mode does not see every wait.",
         ("precision", "way", "mode", "steps", "waits"),
         partial(_measure_waits, workload=replace(workload, batch_size=2), steps=steps),

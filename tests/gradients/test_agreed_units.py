@@ -189,6 +189,7 @@ def by_hand(rank: int, steps: int, waits: bool, read_state: bool, made_later: bo
                 watching.compare(optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
+                assert len(optimizer._optimizer_state_dict_pre_hooks) == 1  # not one more with each step
                 made += 1
             if read_state:
                 optimizer.state_dict()

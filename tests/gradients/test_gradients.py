@@ -119,6 +119,14 @@ def test_square_sum_holds_sums_that_do_not_fit_into_single_precision():
     assert gradient_ops.square_sum(norms, [1, 1]).sqrt().item() == pytest.approx(2e19, rel=1e-5)
 
 
+def test_the_largest_norm_is_the_first_whose_square_overflows_in_single_precision():
+    """Norms are summed in float64, and rounded before they are squared."""
+    largest = torch.tensor(gradient_ops.LARGEST_NORM, dtype=torch.float64)
+    below = largest.nextafter(torch.zeros((), dtype=torch.float64))
+    assert [bool(norm.float().square().isinf()) for norm in (largest, below)] == [True, False]
+    assert gradient_ops.not_below(torch.stack([largest, below]), gradient_ops.LARGEST_NORM).tolist() == [1.0, 0.0]
+
+
 def test_sums_are_kept_in_double_precision_but_on_mps():
     assert accumulation_dtype(torch.device("cpu")) == torch.float64
     assert accumulation_dtype(torch.device("cuda", 0)) == torch.float64

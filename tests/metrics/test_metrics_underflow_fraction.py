@@ -1,4 +1,4 @@
-"""UnderflowFraction against real casts and lightning_mp.core.number_formats.fraction_lost, on one process and two."""
+"""UnderflowFraction against real casts and ``number_formats.fraction_lost``, on one process and two."""
 
 import pytest
 import torch

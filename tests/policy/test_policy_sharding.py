@@ -196,7 +196,8 @@ def test_a_unit_that_rounds_what_the_policy_keeps_is_refused(name: str) -> None:
     message = refusal(Rounding, name)
     assert message.startswith(
         "PrecisionPolicy: net.1 runs in torch.float32, but fully_shard(mp_policy=...) gathers its weights in"
-        " torch.bfloat16. In configure_model shard the units that lightning_mp.policy.sharding_units.sharding_units"
+        " torch.bfloat16. In configure_model shard the units that"
+        " lightning_mp.policy.sharding_units.sharding_units"
     )
 
 

@@ -30,7 +30,7 @@ class UnderflowSummary:
     zero_fraction: float  # share of exact zeros among all values
     # how often the scale may double before the largest value overflows; -inf if one is not finite, inf if all are zero
     headroom_doublings: float
-    # see `lightning_mp.diagnostics.underflow.exponents.suggested_scale`; None for activations, which are not scaled
+    # see `suggested_scale` of lightning_mp.diagnostics.underflow.exponents; None for activations, not scaled
     suggested_scale: float | None
 
 

@@ -1,8 +1,8 @@
 """fp32 parameters whose memory is freed between steps, and restored on access.
 
-Modules compute with a parameter's bf16 copy (:mod:`~lightning_mp.precision.masters.lent_weights`). The copy and a rest
-of 16 or 8 bits say all about the parameter (:mod:`~lightning_mp.precision.masters.split_numbers`), so that its own
-memory can be freed:
+Modules compute with a parameter's bf16 copy (:mod:`~lightning_mp.precision.masters.lent_weights`). The copy
+and a rest of 16 or 8 bits say all about the parameter (:mod:`~lightning_mp.precision.masters.split_numbers`),
+so that its own memory can be freed:
 
 .. code-block:: text
 
