@@ -66,8 +66,8 @@ class StepReport:
         return [name for name, p in pl_module.named_parameters() if id(p) in bad][::-1]
 
 
-#: Steps in a row that change nothing, after which a warning says so: without any gradient under a loss scale, or skipped
-#: without one, where nothing ends the run.
+#: Steps in a row that change nothing, after which a warning says so: under a loss scale those without any gradient,
+#: without one those that were skipped, as nothing ends such a run.
 IDLE_STEPS = 10
 
 
