@@ -1,4 +1,4 @@
-"""What all ranks of a run must be given alike, compared before their first collective operation of a run.
+"""What all ranks of a run must be given alike, compared before their first collective operation and first batch.
 
 Where ranks differ, that operation hangs, ends the process inside of gloo or NCCL, or trains different weights; none of
 these names the cause. Ranks therefore exchange texts through the store that set the process group up: a rank that takes
@@ -16,7 +16,7 @@ from zlib import crc32
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store
 from torch.nn.parameter import is_lazy
 
@@ -25,6 +25,7 @@ from lightning_mp.core.private_sharding_api import store_of_all_ranks
 from lightning_mp.core.private_trainer_api import callbacks_of
 from lightning_mp.core.run_state import RunState
 from lightning_mp.core.settings_repr import SettingsRepr
+from lightning_mp.core.trainer_ranks import is_pipelined
 
 #: A rank that has not shown its settings by then is named in a warning.
 WARN_AFTER = datetime.timedelta(minutes=1)
@@ -62,9 +63,17 @@ class RankSettings:
         if trainer.world_size == 1 or not dist.is_initialized() or run.find(cls) is not None:
             return
         run.keep(cls())
-        verdict = exchanged(settings_of(trainer, model))
-        if verdict:
-            raise MisconfigurationException(verdict)
+        _refuse_differences(settings_of(trainer, model))
+
+    @staticmethod
+    def compare_at_first_batch(trainer: "pl.Trainer") -> None:
+        """To be called on all ranks at the start of training, where optimizers and data are known.
+
+        Raises:
+            MisconfigurationException: on all ranks, if optimizers differ in a number, or epochs in their batches.
+        """
+        if trainer.world_size > 1 and dist.is_initialized():
+            _refuse_differences(settings_of_training(trainer))
 
 
 def settings_of(trainer: "pl.Trainer", model: nn.Module | None = None) -> dict[str, list[str]]:
@@ -80,11 +89,25 @@ def settings_of(trainer: "pl.Trainer", model: nn.Module | None = None) -> dict[s
     return settings if model is None else {**settings, f"the model {type(model).__name__}": [_parameters_text(model)]}
 
 
+def settings_of_training(trainer: "pl.Trainer") -> dict[str, list[str]]:
+    """The same for what is known at the first batch; a run that ends after some steps may end within an epoch."""
+    settings = {} if trainer.max_steps > 0 else {"the data": [f"{trainer.num_training_batches} batches in an epoch"]}
+    for optimizer in () if is_pipelined(trainer) else trainer.optimizers:
+        texts = settings.setdefault(f"the optimizer {type(optimizer).__name__}", [])
+        for number, group in enumerate(optimizer.param_groups):
+            where = f" in group {number}" if len(optimizer.param_groups) > 1 else ""
+            values = {key: float(v) if isinstance(v, Tensor) and v.numel() == 1 else v for key, v in group.items()}
+            texts += [
+                f"{key}={value}{where}" for key, value in values.items() if isinstance(value, int | float | tuple)
+            ]
+    return settings
+
+
 def difference(settings: Sequence[Mapping[str, Sequence[str]]]) -> str:
     """What differs between the first rank and the first other one that differs from it; "" if nothing does.
 
-    >>> difference([{"SGD": ["lr=0.1", "decay=0"]}, {"SGD": ["lr=0.2", "decay=0"]}, {}])
-    'Ranks differ in SGD: rank 0 has lr=0.1, rank 1 has lr=0.2. Give all ranks the same arguments, callbacks and model.'
+    >>> difference([{"SGD": ["lr=0.1", "decay=0"]}, {"SGD": ["lr=0.2", "decay=0"]}, {}]).partition(". ")[0]
+    'Ranks differ in SGD: rank 0 has lr=0.1, rank 1 has lr=0.2'
     >>> difference([{"SGD": ["lr=0.1"]}, {}]).partition(". ")[0]
     'Ranks differ in SGD: rank 0 has lr=0.1, rank 1 has none'
     """
@@ -97,9 +120,15 @@ def difference(settings: Sequence[Mapping[str, Sequence[str]]]) -> str:
                 theirs = ", ".join(text for text in there if text not in here) or "nothing else"
                 return (
                     f"Ranks differ in {name}: rank 0 has {ours}, rank {rank} has {theirs}. Give all ranks the same"
-                    " arguments, callbacks and model."
+                    " arguments, callbacks, model and number of batches."
                 )
     return ""
+
+
+def _refuse_differences(settings: Mapping[str, list[str]]) -> None:
+    verdict = exchanged(settings)
+    if verdict:
+        raise MisconfigurationException(verdict)
 
 
 def exchanged(settings: Mapping[str, list[str]]) -> str:

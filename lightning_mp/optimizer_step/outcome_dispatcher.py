@@ -66,7 +66,8 @@ class StepReport:
         return [name for name, p in pl_module.named_parameters() if id(p) in bad][::-1]
 
 
-#: Steps in a row without any gradient, under a loss scale, after which a warning says so.
+#: Steps in a row that change nothing, after which a warning says so: under a loss scale those without any gradient,
+#: without one those that were skipped, as nothing ends such a run.
 IDLE_STEPS = 10
 
 
@@ -179,9 +180,17 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         return self._trainer.global_step - skipped_steps
 
     def _warn_if_idle(self, outcome: StepOutcome, pending: _Pending) -> None:
-        is_idle = outcome.stepped and outcome.grad_norm == 0.0 and pending.report.loss_scale is not None
+        is_scaled = pending.report.loss_scale is not None
+        is_idle = outcome.stepped and outcome.grad_norm == 0.0 if is_scaled else not outcome.stepped
         self._idle_steps = self._idle_steps + 1 if is_idle else 0
-        if self._idle_steps == IDLE_STEPS:
+        if self._idle_steps == IDLE_STEPS and not is_scaled:
+            rank_zero_warn(
+                f"The last {IDLE_STEPS} steps of {type(pending.optimizer).__name__} were skipped: gradients were not"
+                " finite, or there was no loss. More of them do not end the run. OverflowPostMortem(replay=True) names"
+                " the layer.",
+                category=RuntimeWarning,
+            )
+        elif self._idle_steps == IDLE_STEPS:
             rank_zero_warn(
                 f"The last {IDLE_STEPS} steps of {type(pending.optimizer).__name__} had no gradient, or zeros, at loss"
                 f" scale {outcome.loss_scale:.8g}. Remove code that clears or replaces non-finite gradients; if"

@@ -1,8 +1,9 @@
 """What backwards of scaled losses leave for the next step of an optimizer: whether they overflowed, and that they were.
 
 Hooks and ``training_step`` run between a backward and the step. A hook that replaces or clears non-finite gradients
-hides an overflow: the loss scale would stay where it is, and training with it. And in manual optimization anybody may
-call ``loss.backward()``, whose gradients the step would divide by a scale that they were never multiplied by.
+hides an overflow: the loss scale would stay where it is, and training with it. And a module that steps by itself may
+call ``loss.backward()``, or step twice after one backward: the step would divide gradients by a scale that they were
+never multiplied by, or divide them again.
 """
 
 from collections.abc import Iterable
@@ -25,31 +26,32 @@ from lightning_mp.optimizer_step.manual_scale import GradientsBeforeBackward, gr
 class ScaledBackwards:
     """Of one fit with a loss scale; empty again for each optimizer once it has stepped."""
 
-    def __init__(self, trainer: "pl.Trainer", scaler: "torch.amp.GradScaler", *, is_manual: bool, reads: bool) -> None:
+    def __init__(self, trainer: "pl.Trainer", scaler: "torch.amp.GradScaler", *, by_hand: bool, reads: bool) -> None:
         self._trainer = trainer
-        self._is_manual = is_manual
+        self._by_hand = by_hand  # the module steps by itself
         self._reads = reads  # gradients, before hooks that may write them
         self._found_inf: dict[Optimizer, Tensor] = {}
         self._with_scaled_gradients: set[Optimizer] = set()
         self._is_scaled_by_hand = False
         self._before: GradientsBeforeBackward = {}  # what earlier batches have left, until the backward ends
-        if is_manual:
+        if by_hand:
             self._scale = Patches.of(trainer).replace(scaler, "scale", self._scale_by_hand)
 
     @classmethod
     def of(cls, trainer: "pl.Trainer", plugin: Precision, scaler: "torch.amp.GradScaler") -> Self | None:
         """Starts noting; None where Lightning scales every loss and no hook may write gradients."""
         module = trainer.lightning_module
-        is_manual, reads = not module.automatic_optimization, may_write_after_backward(callbacks_of(trainer), module)
-        if not (is_manual or reads):
+        by_hand = not module.automatic_optimization or overrides(module, pl.LightningModule, "optimizer_step")
+        reads = may_write_after_backward(callbacks_of(trainer), module)
+        if not (by_hand or reads):
             return None
-        backwards = cls(trainer, scaler, is_manual=is_manual, reads=reads)
+        backwards = cls(trainer, scaler, by_hand=by_hand, reads=reads)
         Patches.of(trainer).around(plugin, "post_backward", before=backwards.note)
         return backwards
 
     def scale(self, scaler: "torch.amp.GradScaler", loss: Tensor) -> Tensor:
         """The plugin's own scaling of a loss, before its backward."""
-        if not self._is_manual:
+        if not self._by_hand:
             return scaler.scale(loss)
         self._before = {optimizer: gradients_of(optimizer) for optimizer in self._trainer.optimizers}
         scaled: Tensor = self._scale.original(loss)
@@ -63,7 +65,7 @@ class ScaledBackwards:
     def note(self) -> None:
         """After a backward, before the hooks that may change its gradients."""
         optimizers: Iterable[Optimizer] = self._trainer.optimizers
-        if self._is_manual:
+        if self._by_hand:
             before, self._before = self._before, {}
             optimizers = [o for o in optimizers if has_new_gradients(o, before.get(o, {}))]
             self._with_scaled_gradients.update(optimizers)
@@ -85,7 +87,7 @@ class ScaledBackwards:
 
     def has_scaled(self, optimizer: Optimizer) -> bool | None:
         """Whether gradients of an optimizer on this rank come from a scaled loss; None where Lightning scales it."""
-        if not self._is_manual:
+        if not self._by_hand:
             return None
         return self._is_scaled_by_hand or optimizer in self._with_scaled_gradients
 
@@ -108,9 +110,9 @@ def may_write_after_backward(callbacks: Iterable[Callback], module: "pl.Lightnin
 
 
 def unscaled_gradients(optimizer: Optimizer, plugin: object, scale: float) -> RuntimeError:
-    """The error of a step whose gradients no rank has scaled."""
+    """The error of a step for which no rank has scaled a loss since the last one."""
     return RuntimeError(
-        f"{plugin}: the gradients of {type(optimizer).__name__} come from a loss that was not scaled by {scale:.8g}."
-        " Call self.manual_backward(loss) in place of loss.backward(), or scale the loss by"
-        " self.trainer.precision_plugin.scaler.scale(loss)."
+        f"{plugin}: the gradients of {type(optimizer).__name__} come from a loss that was not scaled by {scale:.8g}, or"
+        " its last step has used them. Before each step call self.manual_backward(loss) or the closure, not"
+        " loss.backward(), or scale the loss by self.trainer.precision_plugin.scaler.scale(loss)."
     )

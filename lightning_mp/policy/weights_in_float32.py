@@ -13,22 +13,27 @@ from lightning_mp.policy.policy import PrecisionPolicy
 
 # Their kernels take 16-bit activations with fp32 weights, and compute in fp32: a copy would only be rounded.
 _NORMS = (*NORMS_WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_KEPT = (*_NORMS, LightningModule, torch.jit.ScriptModule)
 
 
 def kept_in_float32(module: nn.Module, policy: PrecisionPolicy | None, dtype: torch.dtype) -> Collection[nn.Module]:
     """Modules that compute with their own weights in fp32.
 
     These are norms, parametrizations (a product or an inverse in 16 bit is none), modules for which a policy requests
-    another dtype than the 16-bit one, and LightningModules, whose steps use their own weights outside of any forward.
+    another dtype than the 16-bit one, LightningModules, whose steps use their own weights outside of any forward,
+    TorchScript modules, which take no others, and embeddings with sparse gradients, which torch cannot add up in fp16
+    on a CPU.
 
     >>> layers = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     >>> kept_in_float32(layers, None, torch.bfloat16) == {layers[1]}
     True
     """
-    kept: set[nn.Module] = {part for part in module.modules() if isinstance(part, (*_NORMS, LightningModule))}
+    kept: set[nn.Module] = {part for part in module.modules() if isinstance(part, _KEPT)}
     for part in module.modules():
         if isinstance(part, ParametrizationList):
             kept.update(part.modules())
+        elif isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse and dtype == torch.float16:
+            kept.add(part)
     if policy is not None:
         names = policy.resolve(module).modules_not_used_in(dtype)
         kept.update(part for name, part in named_modules(module) if name in names)

@@ -79,7 +79,7 @@ class AutocastPrecision(FullWeightsPrecision):
         self,
         precision: Literal["16-mixed", "bf16-mixed"],
         device: str | None = None,
-        scaler: "torch.amp.GradScaler | None" = None,
+        scaler: "LossScaler | torch.amp.GradScaler | None" = None,
         *,
         policy: PolicyLike | Literal["default"] | None = None,
         eval_precision: Literal["32-true", "16-mixed", "bf16-mixed"] | None = None,

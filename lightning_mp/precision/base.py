@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -223,13 +224,15 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
             run.cleanups.callback(self._end_reporting, run.dispatcher)
             run.evaluated = ScheduleFreeMode(run.trainer, optimizers)
             run.own_steps = OwnSteps.of(run.trainer, self._begin_own_step, self.scaler)
+            compare = partial(RankSettings.compare_at_first_batch, run.trainer)
+            Patches.of(run.trainer).around(run.trainer.strategy, "on_train_start", before=compare)
         return model, optimizers, lr_schedulers
 
     def _warn_if_nothing_trains(self, optimizers: Sequence[Optimizer]) -> None:
         module = self._run.trainer.lightning_module
         trainable = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
         optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        if optimizers and trainable and trainable.isdisjoint(optimized):
+        if optimized and trainable and trainable.isdisjoint(optimized):
             rank_zero_warn(
                 f"{self}: none of the {len(trainable)} trainable parameters of {type(module).__name__} is in its"
                 " optimizer, so training will not change them. Create the optimizer from self.parameters() in"

@@ -152,7 +152,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
         precision: Literal["bf16-true", "16-true"],
         *,
         storage: Storage = "fp32",
-        scaler: "torch.amp.GradScaler | None" = None,
+        scaler: "LossScaler | torch.amp.GradScaler | None" = None,
         fp32_gradients: bool = False,
         fp32_checkpoints: bool = True,
         policy: PolicyLike | Literal["default"] | None = "default",
@@ -319,7 +319,7 @@ class MasterWeightsPrecision(GradientStepPrecision):
                 yield
             except (RuntimeError, ValueError) as error:
                 if any(words in str(error) for words in ABOUT_DTYPES):
-                    error.add_note(dtype_hint(self.precision))
+                    error.add_note(dtype_hint(error, self.precision))
                 raise
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from gloo import on_ranks, process_group, run_ranks
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, fit, regression_batches
+from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_mp import (
     AccumulationScheduler,
@@ -21,6 +23,11 @@ from lightning_mp import (
 )
 from lightning_mp.distributed import rank_settings
 from lightning_mp.distributed.rank_settings import exchanged
+
+
+def with_betas(parameters: Any, beta: float) -> Optimizer:
+    first, *others = parameters
+    return AdamW([{"params": [first]}, {"params": others, "betas": (beta, 0.999)}], lr=0.1)
 
 
 def frozen_on(rank: int) -> Regression:
@@ -63,6 +70,18 @@ DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda rank: {"strategy": FSDP2Strategy(replicate_size=1 + rank)},
         "the strategy: rank 0 has replicate_size=1, rank 1 has replicate_size=2.",
     ),
+    "learning rate": (
+        lambda rank: {"module": Regression(partial(SGD, lr=0.1 + rank))},
+        "the optimizer SGD: rank 0 has lr=0.1, rank 1 has lr=1.1.",
+    ),
+    "betas of a group": (
+        lambda rank: {"module": Regression(lambda parameters: with_betas(parameters, 0.9 - rank * 0.1))},
+        "the optimizer AdamW: rank 0 has betas=(0.9, 0.999) in group 1, rank 1 has betas=(0.8, 0.999) in group 1.",
+    ),
+    "batches": (
+        lambda rank: {"data": regression_batches(2 + rank)},
+        "the data: rank 0 has 2 batches in an epoch, rank 1 has 3 batches in an epoch.",
+    ),
     "model": (
         lambda rank: {"strategy": FSDP2Strategy(), "module": frozen_on(rank)},
         "the model Regression: rank 0 has 4 trained of 4 tensors with 161 values",
@@ -70,9 +89,9 @@ DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
 }
 
 
-def run(rank: int, module: Regression | None = None, **arguments: Any) -> None:
+def run(rank: int, module: Regression | None = None, data: Any = None, **arguments: Any) -> None:
     defaults: dict[str, Any] = {"plugin": AutocastPrecision("bf16-mixed"), "strategy": "ddp", "max_epochs": 1}
-    fit(module or Regression(), regression_batches(2), devices=2, **(defaults | arguments))
+    fit(module or Regression(), data or regression_batches(2), devices=2, **(defaults | arguments))
 
 
 def test_all_ranks_name_what_differs() -> None:
@@ -83,6 +102,7 @@ def test_all_ranks_name_what_differs() -> None:
                 run(rank, **given(rank))
             messages[name] = str(raised.value)
         run(rank, callbacks=[OverflowPostMortem(dirpath=Path(f"reports/{rank}"))])  # a path of its own
+        run(rank, data=regression_batches(2 + rank), max_steps=2)  # ends before the ranks differ
         return messages
 
     first, second = run_ranks(on_rank, 2)

@@ -190,6 +190,17 @@ def test_jsonargparse_builds_it(name: str) -> None:
     assert str(made).startswith(str(by_hand).removesuffix(")"))  # options of DDP follow, each with its default
 
 
+@pytest.mark.parametrize(("plugin", "precision"), [("Autocast", "16-mixed"), ("MasterWeights", "16-true")])
+def test_a_scaler_without_a_class_path_is_a_loss_scaler(plugin: str, precision: str) -> None:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--part", type=Precision)
+    init_args = {"precision": precision, "scaler": {"init_scale": 1024.0}}
+    described = {"class_path": f"lightning_mp.{plugin}Precision", "init_args": init_args}
+    scaler = parser.instantiate(parser.parse_object({"part": described})).part.scaler
+    assert type(scaler) is LossScaler
+    assert scaler.get_scale() == 1024.0
+
+
 def test_an_option_of_ddp_that_is_set_is_refused_still() -> None:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--part", type=Strategy)

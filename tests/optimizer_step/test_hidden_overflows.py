@@ -284,6 +284,16 @@ def test_ten_steps_without_a_gradient_are_told_once(empty: Any, on_parameters: b
         assert sum(str(warning.message).startswith(start) for warning in caught) == times
 
 
+@pytest.mark.parametrize(("batches", "times"), [(30, 1), (9, 0)])
+@pytest.mark.parametrize("plugin", [AutocastPrecision("bf16-mixed"), MasterWeightsPrecision("bf16-true")], ids=str)
+def test_ten_skips_in_a_row_without_a_scale_are_told_once(plugin: Any, batches: int, times: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Regression(overflows=range(1, batches + 1)), regression_batches(batches + 1), plugin=plugin)
+    start = "The last 10 steps of AdamW were skipped: gradients were not finite"
+    assert sum(str(warning.message).startswith(start) for warning in caught) == times
+
+
 class Times(Regression):
     factor = 1e-12
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_runs import runs_in_a_weighted_window
-from small_models import Regression, TokenModel, fit, regression_batches, weights
+from small_models import Regression, StepsByHand, TokenModel, fit, regression_batches, weights
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -133,6 +133,39 @@ def test_gradients_are_true_after_the_closure(precision: str, write: Any, kind: 
         moved = (other - start).abs().max()
         assert moved > 0
         torch.testing.assert_close(one.float(), other, rtol=0, atol=float(0.05 * moved))
+
+
+class Twice(ClosureFirst):
+    """Steps again with the gradients of its last step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        optimizer.step()
+
+
+class TwiceByHand(StepsByHand, Regression):
+    def __init__(self, write: Any, optimizer: Any) -> None:
+        super().__init__(optimizer)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+        self.optimizers().step()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [Twice, TwiceByHand])
+@pytest.mark.parametrize("precision", PLUGINS)
+def test_two_steps_after_one_backward_are_refused_under_a_scale(precision: str, kind: Any, optimizer: str) -> None:
+    """Else they are those of the module in fp32."""
+    ours, reference = (kind(clips, OPTIMIZERS[optimizer]) for _ in range(2))
+    if precision in ("bf16-mixed", "remainder"):
+        fit(ours, regression_batches(4), plugin=PLUGINS[precision]())
+        fit(reference, regression_batches(4))
+        for one, other in zip(weights(ours), weights(reference), strict=True):
+            torch.testing.assert_close(one.float(), other, rtol=0, atol=1e-2)
+    else:
+        with pytest.raises(RuntimeError, match=r"of SGD .* not scaled by 64, or its last step has used them"):
+            fit(ours, regression_batches(4), plugin=PLUGINS[precision]())
 
 
 @pytest.mark.parametrize("kind", [ClosureFirst, ClosureInside])

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from small_models import loader, quiet_trainer, weights
 from torch import Tensor, nn
 
-from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, OverflowMonitor
+from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
 from lightning_mp.gradients.gradient_ops import local_shard
 
 ROWS = 8
@@ -43,6 +43,10 @@ def fit(module: Table, plugin: Any = None, **arguments: Any) -> list[Tensor]:
     plugins = [] if plugin is None else [plugin]
     quiet_trainer(plugins=plugins, **arguments).fit(module, loader(batches()))
     return weights(module)
+
+
+def masters(policy: Any = None) -> MasterWeightsPrecision:
+    return MasterWeightsPrecision("16-true", scaler=LossScaler("cpu", init_scale=1024.0), policy=policy)
 
 
 PLUGINS = {
@@ -96,6 +100,17 @@ def test_windows_of_a_stock_plugin_are_normalised_too() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_16_true_trains_a_sparse_table_as_a_dense_one_in_fp32(window: int) -> None:
+    """torch adds no sparse fp16 gradients on a CPU."""
+    trained = [
+        fit(Table(sparse=sparse), masters(policy), callbacks=[AccumulationScheduler({0: window})])
+        for sparse, policy in ((True, None), (False, {"table": "fp32"}))
+    ]
+    for one, other in zip(*trained, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.filterwarnings("ignore:OverflowMonitor. 6 of 6 optimizer steps were skipped")
 def test_a_sum_of_rows_that_overflows_is_skipped() -> None:
     class Huge(Table):
@@ -111,15 +126,16 @@ def test_a_sum_of_rows_that_overflows_is_skipped() -> None:
         assert torch.equal(now, then)
 
 
-def test_ranks_train_a_sparse_table_alike() -> None:
+@pytest.mark.parametrize("plugin", [PLUGINS["fp16"], masters])
+def test_ranks_train_a_sparse_table_alike(plugin: Any) -> None:
     def rank_(rank: int) -> list[list[float]]:
         module = Table()
-        fit(module, PLUGINS["fp16"](), strategy="ddp", devices=2)
+        fit(module, plugin(), strategy="ddp", devices=2)
         return [w.flatten().tolist() for w in weights(module)]
 
     first, second = run_ranks(rank_, 2)
     assert first == second
-    for one, other in zip(first, fit(Table(), PLUGINS["fp16"]()), strict=True):
+    for one, other in zip(first, fit(Table(), plugin()), strict=True):
         torch.testing.assert_close(torch.tensor(one), other.flatten(), rtol=1e-5, atol=1e-7)
 
 

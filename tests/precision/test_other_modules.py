@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,17 @@ from gloo import run_same_ranks as run_ranks
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from master_loops import DTYPES, master_weights, masters_of
-from small_models import WIDTH, Regression, fit, loader, quiet_trainer, regression_batches, sgd
+from small_models import (
+    WIDTH,
+    Regression,
+    StepsByHand,
+    fit,
+    loader,
+    quiet_trainer,
+    regression_batches,
+    sgd,
+    weights,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_map
@@ -205,6 +215,40 @@ def test_two_dtypes_in_an_operation_get_a_hint_with_the_cure(kind: type[Regressi
     assert "a module's weights are torch.bfloat16 inside of its forward" in raised.value.__notes__[0]
     assert "a rule in fp32, policy={'name.of.module': 'fp32'}" in raised.value.__notes__[0]
     fit(kind(), regression_batches(1), plugin=MasterWeightsPrecision("bf16-true", policy={"net.0": "fp32"}))
+
+
+class HalvesGradients(StepsByHand, Regression):
+    """A gradient surgery that computes in fp32."""
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss, *args, **kwargs)
+        for parameter in self.parameters():
+            parameter.grad = 0.5 * cast(Tensor, parameter.grad).float()
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_fp32_gradients_that_the_module_assigns_get_a_hint_with_the_cure(precision: Any) -> None:
+    with pytest.raises(RuntimeError, match="with grad_dtype") as raised:
+        fit(HalvesGradients(), regression_batches(1), plugin=MasterWeightsPrecision(precision))
+    [hint] = raised.value.__notes__
+    assert hint.endswith("Assign gradient.to(parameter.grad_dtype), or take fp32_gradients=True.")
+    fit(HalvesGradients(), regression_batches(1), plugin=MasterWeightsPrecision(precision, fp32_gradients=True))
+
+
+class Scripted(Regression):
+    def __init__(self) -> None:
+        super().__init__(sgd)
+        self.net[2] = torch.jit.script(self.net[2])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("storage", ["fp32", "remainder", "24bit"])
+def test_a_torchscript_part_trains(storage: Any) -> None:
+    scripted, plain = Scripted(), Regression(sgd)
+    fit(scripted, regression_batches(4), plugin=MasterWeightsPrecision("bf16-true", storage=storage))
+    fit(plain, regression_batches(4), plugin=MasterWeightsPrecision("bf16-true", storage=storage))
+    for one, other, start in zip(weights(scripted), weights(plain), weights(Regression()), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.02 * float((other - start).abs().max()))
 
 
 @pytest.mark.parametrize("rewinds", [True, False])

@@ -114,6 +114,16 @@ def test_an_optimizer_of_another_model_is_named(plugin: Any) -> None:
         fit(plugin, TrainsAnother(torch.float32, torch.float32))
 
 
+class TrainsNothing(Adapted):
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_a_module_without_an_optimizer_gets_lightnings_warning_alone() -> None:
+    fit(AutocastPrecision("bf16-mixed"), TrainsNothing(torch.float32, torch.float32))
+
+
 @pytest.mark.parametrize(
     ("plugin", "base", "said"),
     [

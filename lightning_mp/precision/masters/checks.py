@@ -60,8 +60,13 @@ def check_autocast(precision: str, device_type: str) -> None:
         )
 
 
-def dtype_hint(precision: str) -> str:
+def dtype_hint(error: Exception, precision: str) -> str:
     """What to do about an error of torch about two dtypes, or a dtype that an operation does not have."""
+    if "grad_dtype" in str(error):
+        return (
+            f"HINT: under MasterWeightsPrecision({precision!r}) gradients are {MASTER_DTYPES[precision]} until the"
+            " optimizer's step. Assign gradient.to(parameter.grad_dtype), or take fp32_gradients=True."
+        )
     return (
         f"HINT: under MasterWeightsPrecision({precision!r}) a module's weights are {MASTER_DTYPES[precision]} inside of"
         " its forward, and an operation outside of autocast's lists mixed them with fp32 values, or does not exist in"

@@ -287,7 +287,7 @@ class LentWeights:
         is_complete = True
         places, others = [], []
         for module in root.modules():
-            if module in self._in_float32 or isinstance(module, torch.jit.ScriptModule):
+            if module in self._in_float32:
                 continue
             for held, key, parameter in private_module_api.places_of_weights(module):
                 if is_lazy(parameter):
