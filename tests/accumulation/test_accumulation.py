@@ -12,11 +12,13 @@ from small_models import (
     Regression,
     TokenModel,
     adamw,
+    at,
     fit,
     fused_adamw,
     loader,
     quiet_trainer,
     regression_batches,
+    saving,
     sgd,
     token_batches,
     weights,
@@ -328,16 +330,25 @@ def test_it_holds_after_a_resume_inside_an_epoch(tmp_path: Any) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_checkpoint_inside_a_window_warns(tmp_path: Any) -> None:
-    """D35: never silently lost."""
-
-    class SaveInside(Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            trainer.save_checkpoint(tmp_path / "inside.ckpt")
-
-    trainer = quiet_trainer(callbacks=[AccumulationScheduler({0: 4}), SaveInside()], limit_train_batches=2)
+@pytest.mark.parametrize(("keeps", "hook"), [(False, "on_train_batch_end"), (True, "on_after_backward")])
+def test_a_checkpoint_that_loses_a_windows_gradient_warns(keeps: bool, hook: str, tmp_path: Any) -> None:
+    """D35: never silently lost; after a backward the gradient holds a part of the micro-batch that is done again."""
+    scheduler = AccumulationScheduler({0: 4}, save_partial_gradients=keeps)
+    save = at(saving(tmp_path / "inside.ckpt"), hook, call=1 + keeps)
+    trainer = quiet_trainer(callbacks=[scheduler, save], limit_train_batches=2)
     with pytest.warns(UserWarning, match="loses the gradient of its first 1 of 4 micro-batches"):
         trainer.fit(Regression(), loader(regression_batches(4)))
+
+
+def test_a_scheduler_that_joins_in_a_second_fit_sets_its_windows() -> None:
+    steps = Steps()
+    plugin = AutocastPrecision("bf16-mixed", device="cpu")
+    trainer = quiet_trainer(plugins=[plugin], callbacks=[steps], accumulate_grad_batches=4)
+    trainer.fit(Regression(), loader(regression_batches(4)))
+    trainer.callbacks.append(AccumulationScheduler({0: 2}))
+    trainer.accumulate_grad_batches, trainer.fit_loop.max_epochs = 1, 2
+    trainer.fit(Regression(), loader(regression_batches(4)))
+    assert steps.windows == [[0, 1, 2, 3], [0, 1], [2, 3]]
 
 
 def test_callback_order_does_not_matter() -> None:
