@@ -138,16 +138,16 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
 
 
 def _refuse_what_cannot_be_repeated(trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
-    strategy, several = trainer.strategy, trainer.world_size > 1
+    strategy, name, several = trainer.strategy, type(trainer.strategy).__name__, trainer.world_size > 1
     is_known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not is_pipelined(trainer)
     takes_iterator = is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True)
     parameters, modules = list(pl_module.named_parameters()), list(pl_module.named_modules())
-    after = [name for name, p in parameters if private_tensor_api.has_hooks_after_accumulation(p)]
-    hooked = [name for name, p in parameters if private_tensor_api.has_gradient_hooks(p)]
+    after = [n for n, p in parameters if private_tensor_api.has_hooks_after_accumulation(p)]
+    hooked = [n for n, p in parameters if private_tensor_api.has_gradient_hooks(p)]
     waiting = [n for n, m in modules if isinstance(m, nn.SyncBatchNorm) or getattr(m, "dist_sync_on_step", False)]
     reasons: dict[str, object] = {
-        f"{type(strategy).__name__}: it works on a single device and with DDP, as a rank that repeats a forward alone"
-        " would wait for the others forever. Use a batch size that fits.": not is_known
+        f"{name}: it works on a single device and with DDP, not with {name}: a rank that repeats a forward alone would"
+        " wait for the others forever. Use a batch size that fits.": not is_known
         or strategy.handles_gradient_accumulation,
         "automatic_optimization=False, as the module runs its own backwards then. Turn it on, or remove the"
         " callback.": not pl_module.automatic_optimization,
