@@ -110,7 +110,7 @@ def may_write_after_backward(callbacks: Iterable[Callback], module: "pl.Lightnin
 def unscaled_gradients(optimizer: Optimizer, plugin: object, scale: float) -> RuntimeError:
     """The error of a step whose gradients no rank has scaled."""
     return RuntimeError(
-        f"{plugin}: the gradients of {type(optimizer).__name__} come from a loss that was not scaled by {scale:.8g}."
+        f"{plugin}: the gradients of {type(optimizer).__name__} come from a loss that was not scaled by {scale:.10g}."
         " Call self.manual_backward(loss) in place of loss.backward(), or scale the loss by"
         " self.trainer.precision_plugin.scaler.scale(loss)."
     )
