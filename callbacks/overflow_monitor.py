@@ -171,7 +171,7 @@ class OverflowMonitor(SettingsRepr, Callback):
     def _reason(self, fit: "_Fit", outcome: StepOutcome) -> str:
         names = outcome.nonfinite_parameters()
         where = f" Non-finite gradients, last layer first: {listed(names)}." if names else ""
-        scale = f", at loss scale {outcome.loss_scale:.8g}" if fit.has_scale else ""
+        scale = f", at loss scale {outcome.loss_scale:.10g}" if fit.has_scale else ""
         return (
             f"{self.skip_streak} optimizer steps in a row were skipped, up to step {outcome.step_index}{scale}.{where}"
         )
@@ -243,7 +243,7 @@ class OverflowMonitor(SettingsRepr, Callback):
                 " and look for bad batches and log or division of 0."
             )
         return (
-            f" The loss scale is {self.loss_scale:.8g}. If it only had to come down, use LossScaler(init_scale=...);"
+            f" The loss scale is {self.loss_scale:.10g}. If it only had to come down, use LossScaler(init_scale=...);"
             " otherwise look at the last losses and learning rates. OverflowPostMortem(replay=True) tells the two"
             " apart."
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -349,7 +349,7 @@ def _check_skips_are_reported(trainer: "pl.Trainer") -> None:
             f" {type(plugin).__name__} add lightning_mp.{call} to the callbacks."
         )
     if not scales and not any(getattr(each, "guard", False) for each in private_trainer_api.callbacks_of(trainer)):
-        rank_zero_warn(
+        rank_zero_info(
             f"OverflowPostMortem will see nothing: {type(plugin).__name__} has no loss scale and skips no step. Use"
             f" lightning_mp.{call}, which skips steps with non-finite gradients, or a plugin of lightning_mp."
         )

@@ -298,7 +298,7 @@ class UnderflowMonitor(SettingsRepr, Callback):
         if self._latest is not None:
             has_finite = any(self._latest.whole(kind).largest for kind in self.watch)
             scale = self.suggested_scale if has_finite else None
-            advice = "" if scale is None else f"\nA loss scale of {scale:.8g} suits the last observations."
+            advice = "" if scale is None else f"\nA loss scale of {scale:.10g} suits the last observations."
             rank_zero_info(f"UnderflowMonitor, the last observation:\n{self._latest}{advice}")
 
     # -- from the device to the logger ---------------------------------------------------------------------------------

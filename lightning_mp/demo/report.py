@@ -74,11 +74,11 @@ def _loss(loss: float | None) -> str:
 
 
 def _describe_skip(skip: Mapping[str, Any]) -> str:
-    text = f"{skip['step_index']}: loss scale {skip['loss_scale']:.8g}"
+    text = f"{skip['step_index']}: loss scale {skip['loss_scale']:.10g}"
     if skip["next_loss_scale"] is not None:
         now, following = skip["learning_rate"], skip["next_learning_rate"]
         verb = "held at" if now == following else f"{now:.3e} ->"
-        text += f" -> {skip['next_loss_scale']:.8g}, learning rate {verb} {following:.3e}"
+        text += f" -> {skip['next_loss_scale']:.10g}, learning rate {verb} {following:.3e}"
     return f"{text}, not finite: {listed(skip['parameters'], 2) or 'unknown'}"
 
 

@@ -71,6 +71,6 @@ def check_step_past_the_plugin(
     elif found_by_unscaling(scaler, optimizer, model) is None and not hasattr(optimizer, "found_inf"):
         raise RuntimeError(
             f"{name}.step() was called on the optimizer itself, bypassing {plugin}: its gradients are still scaled by"
-            f" {scaler.get_scale():.8g}, unchecked and unclipped. Call step() on what self.optimizers() returns or"
+            f" {scaler.get_scale():.10g}, unchecked and unclipped. Call step() on what self.optimizers() returns or"
             " optimizer_step receives, not on its `.optimizer`; or use scaler.step(optimizer)."
         )

@@ -287,7 +287,7 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
     def _raise_at_floor(self, overflows: int) -> None:
         message = (
             f"LossScaler: the last {overflows} steps overflowed with the loss scale at its floor,"
-            f" {self._min_scale:.8g}: no scale makes these gradients finite. OverflowPostMortem(replay=True) names the"
+            f" {self._min_scale:.10g}: no scale makes these gradients finite. OverflowPostMortem(replay=True) names the"
             " layer; or train in bf16. To continue regardless, use LossScaler(on_floor='warn')."
         )
         if self._on_floor == "raise":
@@ -348,9 +348,9 @@ class LossScaler(SettingsRepr, torch.amp.GradScaler):
         scale = min(max(state_dict["scale"], low), high)
         if scale != state_dict["scale"]:
             rank_zero_warn(
-                f"LossScaler: the checkpoint's loss scale {state_dict['scale']:.8g} is outside [{self._min_scale:.8g},"
-                f" {self._max_scale:.8g}], so the run continues with {scale:.8g}. To keep it, widen min_scale or"
-                " max_scale."
+                f"LossScaler: the checkpoint's loss scale {state_dict['scale']:.10g} is outside"
+                f" [{self._min_scale:.10g}, {self._max_scale:.10g}], so the run continues with"
+                f" {scale:.10g}. To keep it, widen min_scale or max_scale."
             )
         super().load_state_dict({**state_dict, "scale": scale})
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)

@@ -193,7 +193,7 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         elif self._idle_steps == IDLE_STEPS:
             rank_zero_warn(
                 f"The last {IDLE_STEPS} steps of {type(pending.optimizer).__name__} had no gradient, or zeros, at loss"
-                f" scale {outcome.loss_scale:.8g}. Remove code that clears or replaces non-finite gradients; if"
+                f" scale {outcome.loss_scale:.10g}. Remove code that clears or replaces non-finite gradients; if"
                 " gradients underflow (zeros at a much lower scale, too), raise LossScaler(init_scale=...) or train in"
                 " 'bf16-mixed'.",
                 category=RuntimeWarning,

@@ -597,7 +597,7 @@ class GradientStepPrecision(SettingsRepr, MixedPrecision, FSDPPrecision):
         if not scale_keys:
             rank_zero_warn(
                 f"{type(self).__name__}: the checkpoint holds no loss scale, so the scale starts again at"
-                f" {self.scaler.get_scale():.8g}. That is expected if the run had another precision."
+                f" {self.scaler.get_scale():.10g}. That is expected if the run had another precision."
             )
         elif scale_keys[0] in _STOCK_STATE_KEYS:  # Lightning hands a plugin its own state
             self.load_state_dict(checkpoint[scale_keys[0]])

@@ -515,8 +515,8 @@ def test_a_loaded_scale_outside_the_bounds_is_brought_inside_with_a_warning():
     torchs = GradScaler("cpu", init_scale=2.0**30)
     ours = LossScaler("cpu")
     message = (
-        r"^LossScaler: the checkpoint's loss scale 1\.07374e\+09 is outside \[5\.96046e-08, 1\.67772e\+07\], so the run"
-        r" continues with 1\.67772e\+07\. To keep it, widen min_scale or max_scale\.$"
+        r"^LossScaler: the checkpoint's loss scale 1073741824 is outside \[5\.960464478e-08, 16777216\], so the run"
+        r" continues with 16777216\. To keep it, widen min_scale or max_scale\.$"
     )
     with pytest.warns(UserWarning, match=message):
         ours.load_state_dict(torchs.state_dict())

@@ -121,8 +121,8 @@ REFUSED = {
         (
             {"size": SIZE, "layout": ParallelLayout(copies=64), "machine": "DGX H100", "context_tokens": 4096}
             | {"tokens_per_step": Each([65536, 65 * 4096])},
-            r"`tokens_per_step` \((65536|266240)\) is not a multiple of 4096 tokens",
-        )
+            r"`tokens_per_step` \((65,536|266,240)\) is not a multiple of 4,096 tokens",
+        ),
     ],
     find_machine: [("TPU", r"`machine` 'TPU' is not known. Known: DGX A100")],
     DecoderSize.of: [

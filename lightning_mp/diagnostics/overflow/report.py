@@ -65,7 +65,7 @@ class OverflowReport:
     @override
     def __str__(self) -> str:
         """One line."""
-        parts = [f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:.8g}."]
+        parts = [f"Optimizer step {self.step_index} was skipped at loss scale {self.loss_scale:.10g}."]
         if self.parameters:
             parts.append(f"Non-finite gradients, last layer first: {listed(self.parameters)}.")
         for finding in self.findings[:_RANKS_IN_TEXT]:
@@ -123,7 +123,7 @@ def _advice(finding: OverflowFinding, loss_scale: float) -> str:
     if finding.verdict == "scale" and finding.finite_scale is not None:
         halvings = round(math.log2(loss_scale / finding.finite_scale))
         return (
-            f"Verdict: the loss scale was too high; at {finding.finite_scale:.8g}, {halvings}"
+            f"Verdict: the loss scale was too high; at {finding.finite_scale:.10g}, {halvings}"
             f" {'halving' if halvings == 1 else 'halvings'} below, the micro-batch is finite. A dynamic scale corrects"
             " this by itself. If it happens more than once in a few hundred steps, use bf16, or LossScaler with a"
             " max_scale."

@@ -92,7 +92,7 @@ class UnderflowObservation:
 
     @override
     def __str__(self) -> str:
-        lines = [f"Step {self.step_index}, {self.format} at scale {self.scale:.8g}"]
+        lines = [f"Step {self.step_index}, {self.format} at scale {self.scale:.10g}"]
         for kind, by_name in self.histograms.items():
             ranked = sorted(
                 ((name, h.fraction_lost(self.format), h) for name, h in by_name.items() if h.num_values),

@@ -98,7 +98,7 @@ def plot_observation(
     observation: UnderflowObservation, target: FormatLike, kind: str = "gradients", *, by_layer: bool = False
 ) -> "Figure":
     """One kind of values of an observation: all layers together, or one line per layer of which values were counted."""
-    scaled = "" if kind == "activations" else f", times {observation.scale:.8g}"
+    scaled = "" if kind == "activations" else f", times {observation.scale:.10g}"
     title = f"{kind.replace('_', ' ').capitalize()} of optimizer step {observation.step_index}{scaled}"
     if by_layer:
         counted = {name: histogram for name, histogram in observation.histograms[kind].items() if histogram.num_values}
