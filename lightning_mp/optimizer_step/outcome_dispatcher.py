@@ -184,10 +184,12 @@ class StepOutcomeDispatcher(StepOutcomeSource):
         is_idle = outcome.stepped and outcome.grad_norm == 0.0 if is_scaled else not outcome.stepped
         self._idle_steps = self._idle_steps + 1 if is_idle else 0
         if self._idle_steps == IDLE_STEPS and not is_scaled:
+            if any(hasattr(callback, "skip_streak") for callback in self._subscribers):
+                return  # OverflowMonitor says so itself, and ends such a run
             rank_zero_warn(
                 f"The last {IDLE_STEPS} steps of {type(pending.optimizer).__name__} were skipped: gradients were not"
-                " finite, or there was no loss. More of them do not end the run. OverflowPostMortem(replay=True) names"
-                " the layer.",
+                " finite, or there was no loss. More of them do not end the run. OverflowMonitor() would end it, and"
+                " OverflowPostMortem(replay=True) names the layer.",
                 category=RuntimeWarning,
             )
         elif self._idle_steps == IDLE_STEPS:
