@@ -112,7 +112,7 @@ def may_write_after_backward(callbacks: Iterable[Callback], module: "pl.Lightnin
 def unscaled_gradients(optimizer: Optimizer, plugin: object, scale: float) -> RuntimeError:
     """The error of a step for which no rank has scaled a loss since the last one."""
     return RuntimeError(
-        f"{plugin}: the gradients of {type(optimizer).__name__} come from a loss that was not scaled by {scale:.10g}, or"
-        " its last step has used them. Before each step call self.manual_backward(loss) or the closure, not"
+        f"{plugin}: the gradients of {type(optimizer).__name__} come from a loss that was not scaled by {scale:.10g},"
+        " or its last step has used them. Before each step call self.manual_backward(loss) or the closure, not"
         " loss.backward(), or scale the loss by self.trainer.precision_plugin.scaler.scale(loss)."
     )
