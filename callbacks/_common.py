@@ -7,9 +7,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.core.private_trainer_api import callbacks_of
-from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
-from lightning_mp.tokens.run_counts import RunCounts
+from lightning_mp.ground.core.private_trainer_api import callbacks_of
+from lightning_mp.training.tokens.loss_weighting import CountFunction, Weighting
+from lightning_mp.training.tokens.run_counts import RunCounts
 
 #: The tokens of the run; these and the weights of micro-batches; or the inputs that a monitor measures, and no more.
 CountUse = Literal["tokens", "weights", "inputs"]

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_mp.core.ranks import world_size
-from lightning_mp.diagnostics.underflow.exponents import ExponentTable
-from lightning_mp.diagnostics.underflow.watch import BackwardWatch
-from lightning_mp.gradients import gradient_ops
-from lightning_mp.gradients.fused_optimizers import applies_grad_scale
-from lightning_mp.gradients.replication import gradient_replication
-from lightning_mp.modules.names import unwrapped_name
-from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
+from lightning_mp.ground.core.ranks import world_size
+from lightning_mp.ground.modules.names import unwrapped_name
+from lightning_mp.monitors.diagnostics.underflow.exponents import ExponentTable
+from lightning_mp.monitors.diagnostics.underflow.watch import BackwardWatch
+from lightning_mp.training.gradients import gradient_ops
+from lightning_mp.training.gradients.fused_optimizers import applies_grad_scale
+from lightning_mp.training.gradients.replication import gradient_replication
+from lightning_mp.training.optimizer_step.gradient_observers import makes_true_gradients
 
 
 def gradients_are_scaled(trainer: "pl.Trainer", optimizer: Optimizer) -> bool:

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_mp.core import private_trainer_api
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.run_state import RunState
+from lightning_mp.ground.core import private_trainer_api
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.run_state import RunState
 
 #: What Lightning calls on every micro-batch.
 BATCH_HOOKS = (
@@ -59,7 +59,7 @@ class CallbackMetrics(Callback):
             run.place_callback(metrics, "before checkpoints")
             Patches.of(trainer).at_end(lambda: run.remove_callback(metrics))
             if trainer.progress_bar_callback is not None:
-                from lightning_mp.core.bar_messages import keep_messages_off_the_bar  # of use beside a bar only
+                from lightning_mp.ground.core.bar_messages import keep_messages_off_the_bar  # of use beside a bar only
 
                 keep_messages_off_the_bar(trainer)
         return metrics

@@ -2,10 +2,10 @@
 
 import lightning.pytorch as pl
 
-from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import counts_of, refuse_conflicting_callbacks
-from lightning_mp.resume.resumable_progress import ResumableProgress
-from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.resume.resumable_progress import ResumableProgress
+from lightning_mp.training.tokens.loss_weighting import CountFunction, WeightBy
 
 
 def join_window_controller(

@@ -10,18 +10,18 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_mp.accumulation.partial_state import why_gradients_are_elsewhere
-from lightning_mp.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit, estimate_steps
-from lightning_mp.accumulation.windows import DataLayout
 from lightning_mp.callbacks._common import CountUse, check_counts
 from lightning_mp.callbacks._window_controller import join_window_controller
-from lightning_mp.core.arguments import true_or_false, whole_quantity
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.known_words import refuse_unknown
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.gradients.sync import Sync
-from lightning_mp.optimizer_step.gradient_observers import overrides
-from lightning_mp.tokens.loss_weighting import CountFunction, WeightBy, Weighting
+from lightning_mp.ground.core.arguments import true_or_false, whole_quantity
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.known_words import refuse_unknown
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.training.accumulation.partial_state import why_gradients_are_elsewhere
+from lightning_mp.training.accumulation.schedule import Progress, Ramp, TargetBatch, Thresholds, Unit, estimate_steps
+from lightning_mp.training.accumulation.windows import DataLayout
+from lightning_mp.training.gradients.sync import Sync
+from lightning_mp.training.optimizer_step.gradient_observers import overrides
+from lightning_mp.training.tokens.loss_weighting import CountFunction, WeightBy, Weighting
 
 #: A number of micro-batches, or of samples or tokens, by threshold. YAML and Hydra write both as strings.
 Table = Mapping[Any, int | str]  # keys are ints or strings; a union of both would refuse a dict[int, int]

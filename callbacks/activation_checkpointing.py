@@ -11,17 +11,17 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_mp.activation_checkpointing.cost import RecomputeReport, StepCost
-from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
-from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.messages import listed
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_dispatch_api import is_compiled
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.modules.stage_placeholder import full_model
-from lightning_mp.policy.module_selection import ModulePattern, as_patterns, select_modules
+from lightning_mp.ground.core.arguments import whole_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.messages import listed
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.private_dispatch_api import is_compiled
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.ground.modules.stage_placeholder import full_model
+from lightning_mp.training.activation_checkpointing.cost import RecomputeReport, StepCost
+from lightning_mp.training.activation_checkpointing.wrapper import CheckpointedModules
+from lightning_mp.training.policy.module_selection import ModulePattern, as_patterns, select_modules
 
 
 class ActivationCheckpointing(SettingsRepr, Callback):

@@ -21,7 +21,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp.checkpoints.atomic import (
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.training.checkpoints.atomic import (
     begin_checkpoint,
     commit_checkpoint,
     is_local,
@@ -30,17 +34,13 @@ from lightning_mp.checkpoints.atomic import (
     remove_checkpoint,
     temporary_path,
 )
-from lightning_mp.checkpoints.sharded import (
+from lightning_mp.training.checkpoints.sharded import (
     has_optimizer_state,
     is_sharded_checkpoint,
     load_checkpoint,
     without_synthetic_step,
 )
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.resume.resumable_progress import ResumableProgress
+from lightning_mp.training.resume.resumable_progress import ResumableProgress
 
 
 class AtomicCheckpoints(SettingsRepr, Callback):

@@ -13,15 +13,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.saved_state import AMOUNT, ANY_NUMBER, COUNT, POSITIVE_COUNT, checked_state, listed_of
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.diagnostics.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
-from lightning_mp.tokens.run_counts import RunBudget, RunCounts
+from lightning_mp.ground.core.arguments import whole_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.host_copy import HostCopy
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.saved_state import AMOUNT, ANY_NUMBER, COUNT, POSITIVE_COUNT, checked_state, listed_of
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.monitors.diagnostics.forecast import LossForecast, SecondsForecast, forecast_loss, forecast_seconds
+from lightning_mp.training.tokens.run_counts import RunBudget, RunCounts
 
 _MOST_POINTS = 2_000
 _RECENT_POINTS = 200
@@ -45,7 +45,7 @@ class BudgetForecast(SettingsRepr, Callback):
 
     Needs a :class:`ChinchillaBudget` in tokens or FLOPs. At the end of every accumulation window the logged loss is
     recorded, one window late so that nothing waits for the device. Every ``every_n_steps`` the law of
-    :func:`lightning_mp.diagnostics.forecast.forecast_loss` is fitted to the run so far (0.1 to 0.2 s on a CPU
+    :func:`lightning_mp.monitors.diagnostics.forecast.forecast_loss` is fitted to the run so far (0.1 to 0.2 s on a CPU
     core), printed, and logged as ``mp/forecast_loss`` and ``mp/forecast_seconds``. The law does not model a learning
     rate that has yet to decay: such a run ends somewhat below the forecast. The points are saved in the checkpoint.
 

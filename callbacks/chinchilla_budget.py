@@ -11,29 +11,29 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from typing_extensions import override
 
-from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import check_counts, micro_batches_left
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks._report_folder import report_folder
 from lightning_mp.callbacks._window_controller import join_window_controller
-from lightning_mp.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.known_words import refuse_unknown
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.saved_state import AMOUNT, checked_state
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.core.trainer_ranks import num_data_ranks
-from lightning_mp.distributed.async_sum import AsyncAnyRank
-from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
-from lightning_mp.flops.experts import elements_used
-from lightning_mp.lr_schedule.scheduler_facts import schedulers_longer_than
-from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
-from lightning_mp.optimizer_step.outcome import StepOutcomeSource
-from lightning_mp.tokens.budget import LandingMode, TokenBudget, TrimFunction
-from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
-from lightning_mp.tokens.run_counts import RunBudget
+from lightning_mp.ground.core.arguments import function_or_none, positive_number, true_or_false, whole_tokens
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.known_words import refuse_unknown
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.quantities import parse_quantity
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.saved_state import AMOUNT, checked_state
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.ground.core.trainer_ranks import num_data_ranks
+from lightning_mp.ground.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER, tokens_for
+from lightning_mp.ground.flops.experts import elements_used
+from lightning_mp.ground.modules.whole_parameters import agreed_count, whole_parameters
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.distributed.async_sum import AsyncAnyRank
+from lightning_mp.training.lr_schedule.scheduler_facts import schedulers_longer_than
+from lightning_mp.training.optimizer_step.outcome import StepOutcomeSource
+from lightning_mp.training.tokens.budget import LandingMode, TokenBudget, TrimFunction
+from lightning_mp.training.tokens.loss_weighting import CountFunction, Weighting
+from lightning_mp.training.tokens.run_counts import RunBudget
 
 _DEVICE_SECONDS = "lightning_mp_device_seconds"
 

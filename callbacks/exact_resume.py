@@ -20,26 +20,26 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_mp.accumulation.boundary import defer_checkpoints
-from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.lost_gradient import lost_gradient_message
-from lightning_mp.core import private_results_api, private_resume_api, private_trainer_api
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_results_api import set_metric_state
-from lightning_mp.core.random_state import random_state_kept
-from lightning_mp.core.rank_rng import RankRNG
-from lightning_mp.core.ranks import world_size
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.saved_state import MAPPING, POSITIVE_COUNT, Schema, checked_state
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.core.trainer_ranks import data_rank, num_data_ranks
-from lightning_mp.modules.compiled_names import translate_on_load
-from lightning_mp.resume.differences import EXACT_RESUME_KEY
-from lightning_mp.resume.loader_position import LoaderPosition, StreamPosition, why_unsupported
-from lightning_mp.resume.random_numbers import captured, restore
-from lightning_mp.resume.records import RECORDED_KINDS, bit_hash, bit_hash_of_nested, write_record
-from lightning_mp.resume.resumable_progress import (
+from lightning_mp.ground.core import private_results_api, private_resume_api, private_trainer_api
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.private_results_api import set_metric_state
+from lightning_mp.ground.core.random_state import random_state_kept
+from lightning_mp.ground.core.rank_rng import RankRNG
+from lightning_mp.ground.core.ranks import world_size
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.saved_state import MAPPING, POSITIVE_COUNT, Schema, checked_state
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.ground.core.trainer_ranks import data_rank, num_data_ranks
+from lightning_mp.ground.modules.compiled_names import translate_on_load
+from lightning_mp.training.accumulation.boundary import defer_checkpoints
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.accumulation.lost_gradient import lost_gradient_message
+from lightning_mp.training.resume.differences import EXACT_RESUME_KEY
+from lightning_mp.training.resume.loader_position import LoaderPosition, StreamPosition, why_unsupported
+from lightning_mp.training.resume.random_numbers import captured, restore
+from lightning_mp.training.resume.records import RECORDED_KINDS, bit_hash, bit_hash_of_nested, write_record
+from lightning_mp.training.resume.resumable_progress import (
     ResumableProgress,
     is_epoch_over,
     num_unprocessed_batches,

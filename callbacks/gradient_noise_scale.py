@@ -18,17 +18,17 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core import private_trainer_api
-from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_optimizer_api import loss_scale_of
-from lightning_mp.core.ranks import sum_over_ranks_
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.core.trainer_ranks import is_pipelined, num_data_ranks
-from lightning_mp.diagnostics.noise_scale import (
+from lightning_mp.ground.core import private_trainer_api
+from lightning_mp.ground.core.arguments import whole_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.host_copy import HostCopy
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.private_optimizer_api import loss_scale_of
+from lightning_mp.ground.core.ranks import sum_over_ranks_
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.ground.core.trainer_ranks import is_pipelined, num_data_ranks
+from lightning_mp.monitors.diagnostics.noise_scale import (
     ClosedNoiseWindow,
     NoiseScale,
     NoiseScaleAverage,
@@ -36,14 +36,14 @@ from lightning_mp.diagnostics.noise_scale import (
     on_device_of,
     square_share,
 )
-from lightning_mp.gradients import gradient_ops
-from lightning_mp.gradients.fused_optimizers import applies_grad_scale
-from lightning_mp.gradients.replication import GradientReplication, gradient_replication
-from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
-from lightning_mp.optimizer_step.outcome import StepOutcome
-from lightning_mp.tokens import batch_tokens
-from lightning_mp.tokens.ragged_batches import RaggedBatches
-from lightning_mp.tokens.run_counts import RunCounts
+from lightning_mp.training.gradients import gradient_ops
+from lightning_mp.training.gradients.fused_optimizers import applies_grad_scale
+from lightning_mp.training.gradients.replication import GradientReplication, gradient_replication
+from lightning_mp.training.optimizer_step.gradient_observers import makes_true_gradients
+from lightning_mp.training.optimizer_step.outcome import StepOutcome
+from lightning_mp.training.tokens import batch_tokens
+from lightning_mp.training.tokens.ragged_batches import RaggedBatches
+from lightning_mp.training.tokens.run_counts import RunCounts
 
 _COUNT = "Pass count=, a function from a batch to its number of samples."
 

@@ -14,26 +14,26 @@ from typing_extensions import override
 
 from lightning_mp.callbacks._common import CountUse, check_counts, run_counts
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core import private_dispatch_api
-from lightning_mp.core.arguments import positive_number, whole_number
-from lightning_mp.core.devices import accumulation_dtype
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.known_words import refuse_unknown
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.quantities import format_quantity
-from lightning_mp.core.ranks import sum_over_ranks_
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.core.trainer_ranks import is_pipelined, num_data_ranks
-from lightning_mp.flops.conventions import CONVENTIONS
-from lightning_mp.flops.flop_tally import FlopCount, FlopTally
-from lightning_mp.flops.hardware import device_peak
-from lightning_mp.flops.throughput import Rates, Throughput, Work
-from lightning_mp.tokens import batch_tokens
-from lightning_mp.tokens.batch_tokens import no_tokens_in
-from lightning_mp.tokens.count_unit import CountUnit, counted_unit, samples_of
-from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
-from lightning_mp.tokens.run_counts import RunCounts, TokenCounterDeltas
+from lightning_mp.ground.core import private_dispatch_api
+from lightning_mp.ground.core.arguments import positive_number, whole_number
+from lightning_mp.ground.core.devices import accumulation_dtype
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.known_words import refuse_unknown
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.quantities import format_quantity
+from lightning_mp.ground.core.ranks import sum_over_ranks_
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.ground.core.trainer_ranks import is_pipelined, num_data_ranks
+from lightning_mp.ground.flops.conventions import CONVENTIONS
+from lightning_mp.ground.flops.flop_tally import FlopCount, FlopTally
+from lightning_mp.ground.flops.hardware import device_peak
+from lightning_mp.ground.flops.throughput import Rates, Throughput, Work
+from lightning_mp.training.tokens import batch_tokens
+from lightning_mp.training.tokens.batch_tokens import no_tokens_in
+from lightning_mp.training.tokens.count_unit import CountUnit, counted_unit, samples_of
+from lightning_mp.training.tokens.loss_weighting import CountFunction, Weighting
+from lightning_mp.training.tokens.run_counts import RunCounts, TokenCounterDeltas
 
 
 @dataclass
@@ -82,7 +82,7 @@ class MFUMonitor(SettingsRepr, Callback):
     device once. Reading data and writing checkpoints is part of the time.
 
     *Operations.* In the first micro-batch of a fit every matrix product, convolution and attention is counted as it
-    runs, forward, backward and recomputation, on all ranks; see :mod:`lightning_mp.flops.flop_tally`. This cost
+    runs, forward, backward and recomputation, on all ranks; see :mod:`lightning_mp.ground.flops.flop_tally`. This cost
     per token is used for the whole run; if lengths vary, attention is counted as in the first micro-batch. The peak is
     that of the format in which most of these products ran, regardless of the precision plugin. Work that several
     tensor-parallel ranks repeat on plain tensors counts on each of them.
@@ -90,11 +90,11 @@ class MFUMonitor(SettingsRepr, Callback):
     Skipped steps are known with the precision plugins of this package, or with ``OverflowMonitor``.
 
     Args:
-        flops_per_token: "exact" counts; a name of :data:`~lightning_mp.flops.conventions.CONVENTIONS` ("6N",
+        flops_per_token: "exact" counts; a name of :data:`~lightning_mp.ground.flops.conventions.CONVENTIONS` ("6N",
             "palm", "megatron") uses its formula, with layers and width from a Hugging Face configuration; a number is
             used as given, for forward and backward.
         peak_flops: dense peak of one device in FLOP/s, for devices that
-            :func:`~lightning_mp.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and a
+            :func:`~lightning_mp.ground.flops.hardware.peak_flops` does not know. Without one no MFU is logged, and a
             message says so once.
         window: optimizer steps that the logged rates cover.
         count: a function that returns the number of tokens, or of samples, in a batch on this rank; None counts what
@@ -204,7 +204,7 @@ class MFUMonitor(SettingsRepr, Callback):
             convention = "" if self.unit == "sample" else f", or name a convention: {', '.join(CONVENTIONS)}"
             raise MisconfigurationException(
                 "MFUMonitor(flops_per_token='exact') cannot see into code compiled by torch.compile. Count before"
-                " compiling with lightning_mp.flops.flop_counter.count_flops, MFUMonitor(flops_per_token="
+                " compiling with lightning_mp.ground.flops.flop_counter.count_flops, MFUMonitor(flops_per_token="
                 f"count_flops(model, batch).model / {self._counted}s){convention}."
             )
 
@@ -270,7 +270,10 @@ class MFUMonitor(SettingsRepr, Callback):
         if self.flops_per_token == "exact":
             model = counted_model or None
         elif isinstance(self.flops_per_token, str):
-            from lightning_mp.flops.model_shape import far_above_count, module_flops_per_token  # conventions only
+            from lightning_mp.ground.flops.model_shape import (  # conventions only
+                far_above_count,
+                module_flops_per_token,
+            )
 
             labels = batch_tokens.find_labels(batch)
             context_tokens = labels.shape[1] if labels is not None else measure.input_tokens

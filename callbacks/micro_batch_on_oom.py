@@ -11,16 +11,16 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from typing_extensions import override
 
-from lightning_mp.accumulation.batch_split import SplitFunction, SplitState
-from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.split_step import SplitStep
-from lightning_mp.core import private_tensor_api
-from lightning_mp.core.arguments import function_or_none, whole_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.messages import listed
-from lightning_mp.core.saved_state import POSITIVE_COUNT, Schema, checked_state, or_none
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.core.trainer_ranks import is_pipelined
+from lightning_mp.ground.core import private_tensor_api
+from lightning_mp.ground.core.arguments import function_or_none, whole_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.messages import listed
+from lightning_mp.ground.core.saved_state import POSITIVE_COUNT, Schema, checked_state, or_none
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.ground.core.trainer_ranks import is_pipelined
+from lightning_mp.training.accumulation.batch_split import SplitFunction, SplitState
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.accumulation.split_step import SplitStep
 
 _FORM = Schema('"mean" or "sum"', lambda value: value in ("mean", "sum"))
 

@@ -15,16 +15,16 @@ from typing_extensions import override
 
 from lightning_mp.callbacks._metrics import CallbackMetrics
 from lightning_mp.callbacks._report_folder import report_folder
-from lightning_mp.core import private_trainer_api
-from lightning_mp.core.arguments import true_or_false, whole_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.messages import listed
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.saved_state import COUNT, checked_state
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeSource
-from lightning_mp.optimizer_step.stock_plugin_observer import StockPluginObserver
+from lightning_mp.ground.core import private_trainer_api
+from lightning_mp.ground.core.arguments import true_or_false, whole_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.messages import listed
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.saved_state import COUNT, checked_state
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.training.optimizer_step.outcome import StepOutcome, StepOutcomeSource
+from lightning_mp.training.optimizer_step.stock_plugin_observer import StockPluginObserver
 
 
 class OverflowMonitor(SettingsRepr, Callback):

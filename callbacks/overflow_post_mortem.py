@@ -17,28 +17,34 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_mp.callbacks._report_folder import report_folder
-from lightning_mp.core import private_trainer_api
-from lightning_mp.core.arguments import folder_or_none, true_or_false, whole_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.messages import lightning_logger
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.random_state import RandomState
-from lightning_mp.core.ranks import all_gathered
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.core.trainer_ranks import is_pipelined
-from lightning_mp.diagnostics.overflow.observations import take_reading
-from lightning_mp.diagnostics.overflow.replay import MicroBatch, Replay
-from lightning_mp.diagnostics.overflow.report import NOT_REPLAYED, KnownByRank, OverflowReport, ReportTally, join_ranks
-from lightning_mp.diagnostics.overflow.search import SearchResult, search_overflow
-from lightning_mp.diagnostics.overflow.weight_growth import WeightGrowth, largest_growth, weight_rms
-from lightning_mp.gradients import gradient_ops
-from lightning_mp.gradients.replication import gradient_replication
-from lightning_mp.modules.names import parameter_names
-from lightning_mp.modules.stage_placeholder import full_model
-from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
-from lightning_mp.optimizer_step.outcome import StepOutcome, StepOutcomeSource
+from lightning_mp.ground.core import private_trainer_api
+from lightning_mp.ground.core.arguments import folder_or_none, true_or_false, whole_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.messages import lightning_logger
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.random_state import RandomState
+from lightning_mp.ground.core.ranks import all_gathered
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.saved_state import ANY_NUMBER, checked_state, listed_of, or_none
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.ground.core.trainer_ranks import is_pipelined
+from lightning_mp.ground.modules.names import parameter_names
+from lightning_mp.ground.modules.stage_placeholder import full_model
+from lightning_mp.monitors.diagnostics.overflow.observations import take_reading
+from lightning_mp.monitors.diagnostics.overflow.replay import MicroBatch, Replay
+from lightning_mp.monitors.diagnostics.overflow.report import (
+    NOT_REPLAYED,
+    KnownByRank,
+    OverflowReport,
+    ReportTally,
+    join_ranks,
+)
+from lightning_mp.monitors.diagnostics.overflow.search import SearchResult, search_overflow
+from lightning_mp.monitors.diagnostics.overflow.weight_growth import WeightGrowth, largest_growth, weight_rms
+from lightning_mp.training.gradients import gradient_ops
+from lightning_mp.training.gradients.replication import gradient_replication
+from lightning_mp.training.optimizer_step.gradient_observers import makes_true_gradients
+from lightning_mp.training.optimizer_step.outcome import StepOutcome, StepOutcomeSource
 
 _STATE_KINDS = {"rms_at_start": or_none(listed_of(ANY_NUMBER))}
 

@@ -10,21 +10,21 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.ranks import all_gathered
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.core.trainer_ranks import is_pipelined
-from lightning_mp.diagnostics.audit.findings import AuditFinding, find_problems
-from lightning_mp.diagnostics.audit.records import AuditReport
-from lightning_mp.diagnostics.audit.requested import RequestedPrecision
-from lightning_mp.diagnostics.audit.table import audit_table, join_stages
-from lightning_mp.diagnostics.audit.watch import PrecisionWatch
-from lightning_mp.modules.names import named_modules
-from lightning_mp.modules.stage_placeholder import full_model
-from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
-from lightning_mp.policy.policy import PrecisionPolicy
+from lightning_mp.ground.core.arguments import whole_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.ranks import all_gathered
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.ground.core.trainer_ranks import is_pipelined
+from lightning_mp.ground.modules.names import named_modules
+from lightning_mp.ground.modules.stage_placeholder import full_model
+from lightning_mp.monitors.diagnostics.audit.findings import AuditFinding, find_problems
+from lightning_mp.monitors.diagnostics.audit.records import AuditReport
+from lightning_mp.monitors.diagnostics.audit.requested import RequestedPrecision
+from lightning_mp.monitors.diagnostics.audit.table import audit_table, join_stages
+from lightning_mp.monitors.diagnostics.audit.watch import PrecisionWatch
+from lightning_mp.training.optimizer_step.gradient_observers import makes_true_gradients
+from lightning_mp.training.policy.policy import PrecisionPolicy
 
 _MOST_IN_LOG = 12
 
@@ -46,14 +46,14 @@ class PrecisionAudit(SettingsRepr, Callback):
 
     After the backward of that batch the hooks are removed, so the rest of the run costs nothing, and rank 0 logs a
     table: for each module the dtypes of weights, inputs, operations, outputs and gradients, and the autocast it ran
-    under. Problems (:data:`~lightning_mp.diagnostics.audit.findings.FindingKind`) follow in one
+    under. Problems (:data:`~lightning_mp.monitors.diagnostics.audit.findings.FindingKind`) follow in one
     ``UserWarning`` that names the modules and says what to do.
 
     The results of the run are bit-identical with and without it. It works with any precision plugin. With manual
     optimization the whole training step is watched, except its optimizer steps. A batch without a backward (a
     ``training_step`` that returned None) is ignored. In a pipeline all stages are watched, and the table lists the
     modules of all of them, including the run that infers shapes. What it can see of compiled code is described in
-    :class:`~lightning_mp.diagnostics.audit.watch.PrecisionWatch`, which also works without a Trainer.
+    :class:`~lightning_mp.monitors.diagnostics.audit.watch.PrecisionWatch`, which also works without a Trainer.
 
     Args:
         batch: index of the training batch to audit, from 0.

@@ -8,11 +8,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.known_words import refuse_unknown
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.preflight_checks.report import PreflightReport, Severity
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.known_words import refuse_unknown
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.monitors.preflight_checks.report import PreflightReport, Severity
 
 RaiseOn = Literal["error", "warning", "advice", "never"]
 
@@ -81,8 +81,8 @@ class Preflight(SettingsRepr, Callback):
 
 def _report(trainer: "pl.Trainer", pl_module: "pl.LightningModule", batch: Any) -> PreflightReport:
     # Importing the package should not cost what may never be used.
-    from lightning_mp.preflight_checks.data_facts import FoundData
-    from lightning_mp.preflight_checks.preflight import TrainerInspection
+    from lightning_mp.monitors.preflight_checks.data_facts import FoundData
+    from lightning_mp.monitors.preflight_checks.preflight import TrainerInspection
 
     batches = trainer.num_training_batches
     number = None if batches == float("inf") else int(batches)

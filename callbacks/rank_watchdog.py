@@ -6,10 +6,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from lightning_mp.core.arguments import positive_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.distributed.heartbeat import Heartbeat
+from lightning_mp.ground.core.arguments import positive_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.training.distributed.heartbeat import Heartbeat
 
 
 class RankWatchdog(SettingsRepr, Callback):

@@ -15,14 +15,14 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_mp.callbacks._report_folder import report_folder
-from lightning_mp.core import private_resume_api
-from lightning_mp.core.arguments import folder_or_none, names_in, positive_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.distributed.async_sum import AsyncAnyRank
-from lightning_mp.resume.resumable_progress import ResumableProgress
+from lightning_mp.ground.core import private_resume_api
+from lightning_mp.ground.core.arguments import folder_or_none, names_in, positive_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.training.distributed.async_sum import AsyncAnyRank
+from lightning_mp.training.resume.resumable_progress import ResumableProgress
 
 
 @dataclass

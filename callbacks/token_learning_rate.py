@@ -9,19 +9,19 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.callbacks._common import check_counts, micro_batches_left
 from lightning_mp.callbacks._window_controller import join_window_controller
-from lightning_mp.core.arguments import whole_tokens
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.saved_state import AMOUNT, COUNT, checked_state, holding, listed_of
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.distributed.async_sum import AsyncAllReduce
-from lightning_mp.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
-from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
-from lightning_mp.optimizer_step.outcome import StepOutcomeSource
-from lightning_mp.tokens.batch_tokens import no_tokens_in
-from lightning_mp.tokens.loss_weighting import CountFunction, Weighting
+from lightning_mp.ground.core.arguments import whole_tokens
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.saved_state import AMOUNT, COUNT, checked_state, holding, listed_of
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.distributed.async_sum import AsyncAllReduce
+from lightning_mp.training.lr_schedule.progress import LONGEST_COSINE, ScheduleRun, initial_rates, missed_end, set_rates
+from lightning_mp.training.lr_schedule.schedules import TokenSchedule, WarmupStableDecay, check_schedule
+from lightning_mp.training.optimizer_step.outcome import StepOutcomeSource
+from lightning_mp.training.tokens.batch_tokens import no_tokens_in
+from lightning_mp.training.tokens.loss_weighting import CountFunction, Weighting
 
 
 class TokenLearningRate(SettingsRepr, Callback):

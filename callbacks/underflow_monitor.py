@@ -24,25 +24,25 @@ from lightning_mp.callbacks._gradient_exponents import (
     largest_on_any_rank,
 )
 from lightning_mp.callbacks._metrics import CallbackMetrics
-from lightning_mp.core.arguments import names_in, positive_number, whole_number
-from lightning_mp.core.foreign_trainers import refuse_other_trainers
-from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.core.messages import WarnOnce
-from lightning_mp.core.number_formats import FormatLike
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.private_optimizer_api import loss_scale_of
-from lightning_mp.core.saved_state import checked_state
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.diagnostics.underflow.exponents import ExponentTable, narrow_format
-from lightning_mp.diagnostics.underflow.observation import (
+from lightning_mp.ground.core.arguments import names_in, positive_number, whole_number
+from lightning_mp.ground.core.foreign_trainers import refuse_other_trainers
+from lightning_mp.ground.core.host_copy import HostCopy
+from lightning_mp.ground.core.messages import WarnOnce
+from lightning_mp.ground.core.number_formats import FormatLike
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.private_optimizer_api import loss_scale_of
+from lightning_mp.ground.core.saved_state import checked_state
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.monitors.diagnostics.underflow.exponents import ExponentTable, narrow_format
+from lightning_mp.monitors.diagnostics.underflow.observation import (
     STATE_KINDS,
     UnderflowObservation,
     UnderflowSummary,
     logged_numbers,
     pack_observation,
 )
-from lightning_mp.diagnostics.underflow.plot import add_to_tensorboard, plot_observation
-from lightning_mp.diagnostics.underflow.watch import ActivationWatch, BackwardWatch, leaf_modules
+from lightning_mp.monitors.diagnostics.underflow.plot import add_to_tensorboard, plot_observation
+from lightning_mp.monitors.diagnostics.underflow.watch import ActivationWatch, BackwardWatch, leaf_modules
 
 _KINDS = ("gradients", "activations", "activation_gradients")
 #: Number of last observations that the suggested scale must suit.

@@ -50,19 +50,24 @@ if TYPE_CHECKING or not _only_answers_a_command():
         TokenLearningRate,
         UnderflowMonitor,
     )
-    from lightning_mp.gradients.comm_hook import reduced_precision_hook
-    from lightning_mp.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
-    from lightning_mp.optimizer_step.loss_scaler import LossScaler
-    from lightning_mp.optimizers import JointOptimizer, bf16_moments, matrices_and_rest
-    from lightning_mp.policy.policy import PrecisionPolicy
-    from lightning_mp.precision import AutocastPrecision, Float8Precision, MasterWeightsPrecision, TF32Precision
     from lightning_mp.strategies import FSDP2Strategy, PipelineParallelStrategy, ReducedPrecisionDDPStrategy
+    from lightning_mp.training.gradients.comm_hook import reduced_precision_hook
+    from lightning_mp.training.lr_schedule.schedules import WarmupCosine, WarmupStableDecay
+    from lightning_mp.training.optimizer_step.loss_scaler import LossScaler
+    from lightning_mp.training.optimizers import JointOptimizer, bf16_moments, matrices_and_rest
+    from lightning_mp.training.policy.policy import PrecisionPolicy
+    from lightning_mp.training.precision import (
+        AutocastPrecision,
+        Float8Precision,
+        MasterWeightsPrecision,
+        TF32Precision,
+    )
 
 if TYPE_CHECKING:
-    from lightning_mp.comparison.compare import compare_precisions
+    from lightning_mp.monitors.comparison.compare import compare_precisions
+    from lightning_mp.monitors.preflight_checks.preflight import preflight
+    from lightning_mp.monitors.step_memory.estimate import estimate_memory
     from lightning_mp.planning.advice.recommend import recommend
-    from lightning_mp.preflight_checks.preflight import preflight
-    from lightning_mp.step_memory.estimate import estimate_memory
 
 __all__ = [
     "AccumulationScheduler",
@@ -110,16 +115,16 @@ __all__ = [
 ]
 
 _LOADED_WHEN_USED = {
-    "compare_precisions": "lightning_mp.comparison.compare",
-    "estimate_memory": "lightning_mp.step_memory.estimate",
-    "preflight": "lightning_mp.preflight_checks.preflight",
+    "compare_precisions": "lightning_mp.monitors.comparison.compare",
+    "estimate_memory": "lightning_mp.monitors.step_memory.estimate",
+    "preflight": "lightning_mp.monitors.preflight_checks.preflight",
     "recommend": "lightning_mp.planning.advice.recommend",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LOADED_WHEN_USED:
-        from lightning_mp.core.known_words import did_you_mean  # of use in errors only
+        from lightning_mp.ground.core.known_words import did_you_mean  # of use in errors only
 
         meant = did_you_mean(name, __all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{meant}")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import lightning_mp
 from lightning_mp._version import __version__
-from lightning_mp.core.cli_parser import OneLineParser
+from lightning_mp.ground.core.cli_parser import OneLineParser
 
 # By command: a line of help, and the function that gives its parser the options. Only the command that was given is
 # imported: torch and Lightning take seconds, which an answer of one line is not worth.
@@ -26,11 +26,11 @@ _COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "fit": ("fit a scaling law to your own runs", "lightning_mp.cli.fit.fill_fit"),
         "bits": (
             "what differs between two checkpoints or two recorded runs",
-            "lightning_mp.resume.cli.fill_bits",
+            "lightning_mp.training.resume.cli.fill_bits",
         ),
         "consolidate": (
             "a sharded checkpoint as a single file",
-            "lightning_mp.checkpoints.cli.fill_consolidate",
+            "lightning_mp.training.checkpoints.cli.fill_consolidate",
         ),
         "formats": ("range and precision of number formats", "lightning_mp.cli.formats.fill_formats"),
     }

@@ -9,7 +9,7 @@ from html import escape
 from itertools import product
 from pathlib import Path
 
-from lightning_mp.core.bit_layouts import BF16, FP8_E4M3FN, FP8_E5M2, FP16, FP32, NumberFormat
+from lightning_mp.ground.core.bit_layouts import BF16, FP8_E4M3FN, FP8_E5M2, FP16, FP32, NumberFormat
 
 FOLDER = Path(__file__).parents[1] / "docs" / "drawings"
 

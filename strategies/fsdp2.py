@@ -20,7 +20,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp.checkpoints.atomic import (
+from lightning_mp.ground.core import private_sharding_api
+from lightning_mp.ground.core.arguments import true_or_false, whole_number
+from lightning_mp.ground.core.namespace_hint import NamespaceHint
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.precisions import low_dtype
+from lightning_mp.ground.modules.names import named_modules
+from lightning_mp.strategies.fsdp2_model import gather_in_steps, shard_model
+from lightning_mp.strategies.refused import (
+    refuse_copies_of_the_model,
+    refuse_own_parallelism,
+    refuse_scaler_of_torch,
+    refuse_sync_batchnorm,
+)
+from lightning_mp.training.checkpoints.atomic import (
     begin_checkpoint,
     commit_checkpoint,
     existing_checkpoint,
@@ -29,37 +42,24 @@ from lightning_mp.checkpoints.atomic import (
     remove_checkpoint,
     temporary_path,
 )
-from lightning_mp.checkpoints.background import BackgroundShards
-from lightning_mp.checkpoints.fused_qkv import convert_optimizer_states
-from lightning_mp.checkpoints.sharded import load_checkpoint, without_synthetic_step
-from lightning_mp.checkpoints.single_file import full_optimizer_state
-from lightning_mp.core import private_sharding_api
-from lightning_mp.core.arguments import true_or_false, whole_number
-from lightning_mp.core.namespace_hint import NamespaceHint
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.precisions import low_dtype
-from lightning_mp.distributed.async_sum import AsyncAnyRank
-from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
-from lightning_mp.distributed.process_groups import gloo_group, named_mesh
-from lightning_mp.distributed.rank_settings import RankSettings
-from lightning_mp.gradients.clipping import let_clip_over_meshes
-from lightning_mp.gradients.fused_optimizers import refuse_without_dtensors
-from lightning_mp.gradients.ranks_alike import RankConsistencyCheck
-from lightning_mp.modules.names import named_modules
-from lightning_mp.optimizers.low_bit_states import refuse_whole_checkpoints
-from lightning_mp.policy.unit_selection import Shard, read_resharding, read_shard, unit_names
-from lightning_mp.resume.resumable_progress import ResumableProgress
-from lightning_mp.strategies.fsdp2_model import gather_in_steps, shard_model
-from lightning_mp.strategies.refused import (
-    refuse_copies_of_the_model,
-    refuse_own_parallelism,
-    refuse_scaler_of_torch,
-    refuse_sync_batchnorm,
-)
-from lightning_mp.tensor_parallel.apply import TensorParallelSplit
-from lightning_mp.tensor_parallel.known_models import Style
-from lightning_mp.tensor_parallel.plan import Plan, check_divisible, read_plan, resolve_plan
-from lightning_mp.tensor_parallel.sequence_parallel import check_sequence_styles
+from lightning_mp.training.checkpoints.background import BackgroundShards
+from lightning_mp.training.checkpoints.fused_qkv import convert_optimizer_states
+from lightning_mp.training.checkpoints.sharded import load_checkpoint, without_synthetic_step
+from lightning_mp.training.checkpoints.single_file import full_optimizer_state
+from lightning_mp.training.distributed.async_sum import AsyncAnyRank
+from lightning_mp.training.distributed.buffer_broadcast import BufferBroadcast
+from lightning_mp.training.distributed.process_groups import gloo_group, named_mesh
+from lightning_mp.training.distributed.rank_settings import RankSettings
+from lightning_mp.training.gradients.clipping import let_clip_over_meshes
+from lightning_mp.training.gradients.fused_optimizers import refuse_without_dtensors
+from lightning_mp.training.gradients.ranks_alike import RankConsistencyCheck
+from lightning_mp.training.optimizers.low_bit_states import refuse_whole_checkpoints
+from lightning_mp.training.policy.unit_selection import Shard, read_resharding, read_shard, unit_names
+from lightning_mp.training.resume.resumable_progress import ResumableProgress
+from lightning_mp.training.tensor_parallel.apply import TensorParallelSplit
+from lightning_mp.training.tensor_parallel.known_models import Style
+from lightning_mp.training.tensor_parallel.plan import Plan, check_divisible, read_plan, resolve_plan
+from lightning_mp.training.tensor_parallel.sequence_parallel import check_sequence_styles
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -81,7 +81,7 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
     that matches becomes a unit: its weights are gathered before its forward and freed after it. All other weights are
     gathered for the whole step. All parameters become DTensors.
 
-    Precision comes from the plugin, see :func:`~lightning_mp.policy.gathered_dtypes.gathered_dtypes`: with
+    Precision comes from the plugin, see :func:`~lightning_mp.training.policy.gathered_dtypes.gathered_dtypes`: with
     ``*-mixed`` weights that autocast would cast anyway are gathered in 16 bit, all others in fp32, so that every
     operation has the same dtypes as on one device. Gradients are reduced in fp32, and buffers are not cast. All ranks
     start from the weights of rank 0, and keep its running statistics, as under DDP.
@@ -110,12 +110,12 @@ class FSDP2Strategy(NamespaceHint, ModelParallelStrategy):
         tensor_parallel_size: over how many ranks each layer of the plan is split; they are neighbours, so use no more
             than a node has.
         tensor_parallel_plan: globs over names of layers to styles
-            (:func:`~lightning_mp.tensor_parallel.layers.split_layer`), of which the first match applies;
+            (:func:`~lightning_mp.training.tensor_parallel.layers.split_layer`), of which the first match applies;
             "auto" or None for Hugging Face's Llama and GPT-2 and the GPT of ``lightning-mp demo``: attention runs on
             each rank's heads only, and the loss is computed on logits that stay split by vocabulary
             (``F.cross_entropy`` and ``nn.CrossEntropyLoss``, also inside transformers; in training any other use of the
             logits gathers them, on all ranks together; in evaluation they are whole). "auto_sequence" also splits the
-            sequence, in and between blocks (:mod:`~lightning_mp.tensor_parallel.sequence_parallel`). Both can
+            sequence, in and between blocks (:mod:`~lightning_mp.training.tensor_parallel.sequence_parallel`). Both can
             be values of a mapping: ``{"*.lm_head": "column_gather", "*": "auto"}`` is "auto" with a different head, and
             "whole" leaves a layer as it is.
         reshard_after_forward: free the weights of units between forward and backward (True), keep them (False), or

@@ -12,17 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from lightning_mp.core import private_sharding_api
-from lightning_mp.core.messages import listed
-from lightning_mp.core.patches import Patches
-from lightning_mp.core.precisions import low_dtype
-from lightning_mp.distributed.materialize import materialise, not_initialisable
-from lightning_mp.distributed.odd_parameters import refuse_odd_parameters, units_of_one_dtype
-from lightning_mp.modules.forward_wrapper import class_forward
-from lightning_mp.modules.names import is_inside, named_modules
-from lightning_mp.policy.sharding_units import ShardingUnit, units_in_dtypes
-from lightning_mp.policy.unit_selection import refuse_half_tied_units
-from lightning_mp.tensor_parallel.apply import TensorParallelSplit
+from lightning_mp.ground.core import private_sharding_api
+from lightning_mp.ground.core.messages import listed
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.ground.core.precisions import low_dtype
+from lightning_mp.ground.modules.forward_wrapper import class_forward
+from lightning_mp.ground.modules.names import is_inside, named_modules
+from lightning_mp.training.distributed.materialize import materialise, not_initialisable
+from lightning_mp.training.distributed.odd_parameters import refuse_odd_parameters, units_of_one_dtype
+from lightning_mp.training.policy.sharding_units import ShardingUnit, units_in_dtypes
+from lightning_mp.training.policy.unit_selection import refuse_half_tied_units
+from lightning_mp.training.tensor_parallel.apply import TensorParallelSplit
 
 #: Methods of a LightningModule that begin with a forward.
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")

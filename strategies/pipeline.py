@@ -18,18 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_mp.checkpoints.atomic import AtomicCheckpointIO, refuse_shards
-from lightning_mp.checkpoints.single_file import refuse_other_number
-from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.known_words import refuse_unknown
-from lightning_mp.core.namespace_hint import NamespaceHint
-from lightning_mp.core.patches import Patch, Patches
-from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
-from lightning_mp.distributed.process_groups import named_mesh
-from lightning_mp.distributed.rank_settings import RankSettings
-from lightning_mp.gradients.clipping import clip_by_whole_norm_
-from lightning_mp.gradients.replication import GradientReplication
-from lightning_mp.modules.stage_placeholder import StageSplit, full_model, stage_split_of
+from lightning_mp.ground.core.arguments import whole_number
+from lightning_mp.ground.core.known_words import refuse_unknown
+from lightning_mp.ground.core.namespace_hint import NamespaceHint
+from lightning_mp.ground.core.patches import Patch, Patches
+from lightning_mp.ground.modules.stage_placeholder import StageSplit, full_model, stage_split_of
 from lightning_mp.pipelining.checkpoints import (
     OptimizerParts,
     gather_on_rank_zero,
@@ -41,7 +34,6 @@ from lightning_mp.pipelining.gradients import StageGradients
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import ScheduleName
-from lightning_mp.resume.resumable_progress import ResumableProgress
 from lightning_mp.strategies.pipeline_setup import (
     arguments_of_any_strategy,
     check_earlier_split,
@@ -50,6 +42,14 @@ from lightning_mp.strategies.pipeline_setup import (
     refuse_what_cannot_be_split,
     split_into_stages,
 )
+from lightning_mp.training.checkpoints.atomic import AtomicCheckpointIO, refuse_shards
+from lightning_mp.training.checkpoints.single_file import refuse_other_number
+from lightning_mp.training.distributed.buffer_broadcast import BufferBroadcast
+from lightning_mp.training.distributed.process_groups import named_mesh
+from lightning_mp.training.distributed.rank_settings import RankSettings
+from lightning_mp.training.gradients.clipping import clip_by_whole_norm_
+from lightning_mp.training.gradients.replication import GradientReplication
+from lightning_mp.training.resume.resumable_progress import ResumableProgress
 
 if TYPE_CHECKING:
     from lightning_mp.pipelining.runner import PipelineRunner

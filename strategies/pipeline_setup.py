@@ -12,9 +12,8 @@ from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_mp.distributed.materialize import materialise, not_initialisable
-from lightning_mp.flops.throughput import bubble_fraction
-from lightning_mp.modules.stage_placeholder import StageSplit
+from lightning_mp.ground.flops.throughput import bubble_fraction
+from lightning_mp.ground.modules.stage_placeholder import StageSplit
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.partition import first_layers, named_split_points, split_model
 from lightning_mp.strategies.refused import (
@@ -22,6 +21,7 @@ from lightning_mp.strategies.refused import (
     refuse_scaler_of_torch,
     refuse_sync_batchnorm,
 )
+from lightning_mp.training.distributed.materialize import materialise, not_initialisable
 
 
 def arguments_of_any_strategy(arguments: Mapping[str, Any]) -> dict[str, Any]:

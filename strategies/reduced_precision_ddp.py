@@ -8,12 +8,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_mp.core.namespace_hint import NamespaceHint
-from lightning_mp.gradients.comm_hook import ReducedDtype, reduced_precision_hook
+from lightning_mp.ground.core.namespace_hint import NamespaceHint
+from lightning_mp.training.gradients.comm_hook import ReducedDtype, reduced_precision_hook
 
 
 class ReducedPrecisionDDPStrategy(NamespaceHint, DDPStrategy):
-    """``DDPStrategy`` with a :func:`~lightning_mp.gradients.comm_hook.reduced_precision_hook`.
+    """``DDPStrategy`` with a :func:`~lightning_mp.training.gradients.comm_hook.reduced_precision_hook`.
 
     Also by name: ``Trainer(strategy="mp_ddp_bf16_reduce")`` and ``"mp_ddp_fp16_reduce"``, once ``lightning_mp`` is
     imported. Unlike ``DDPStrategy(ddp_comm_hook=...)``, which silently ignores the hook on anything but CUDA, it

@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_mp.core import private_sharding_api, private_trainer_api
-from lightning_mp.optimizer_step.gradient_observers import makes_true_gradients
+from lightning_mp.ground.core import private_sharding_api, private_trainer_api
+from lightning_mp.training.optimizer_step.gradient_observers import makes_true_gradients
 
 
 def refuse_scaler_of_torch(plugin: Precision, owner: str, why: str) -> None:

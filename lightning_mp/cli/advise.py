@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of, memory_of, refuse_other_units
-from lightning_mp.core.cli_text import answer_command, print_paragraph
+from lightning_mp.ground.core.cli_text import answer_command, print_paragraph
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommend import recommend
 from lightning_mp.planning.advice.recommendation import Recommendation

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.core.cli_text import (
+from lightning_mp.ground.core.cli_text import (
     print_facts,
     print_json,
     print_paragraph,
@@ -13,8 +13,8 @@ from lightning_mp.core.cli_text import (
     print_warnings,
     run_with_one_line_errors,
 )
-from lightning_mp.core.pictures import check_picture
-from lightning_mp.core.quantities import format_quantity, parse_flops, parse_fraction
+from lightning_mp.ground.core.pictures import check_picture
+from lightning_mp.ground.core.quantities import format_quantity, parse_flops, parse_fraction
 from lightning_mp.planning.scaling_laws.fit import Interval, ScalingLawFit, fit_scaling_law
 from lightning_mp.planning.scaling_laws.optimum import warn_far_outside
 

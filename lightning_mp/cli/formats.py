@@ -4,8 +4,8 @@ import argparse
 import math
 from typing import Any
 
-from lightning_mp.core.bit_layouts import FORMATS, NumberFormat
-from lightning_mp.core.cli_text import print_json, print_table
+from lightning_mp.ground.core.bit_layouts import FORMATS, NumberFormat
+from lightning_mp.ground.core.cli_text import print_json, print_table
 
 _DESCRIPTION = """\
 Range and precision of each number format, computed from its exponent and mantissa bits (exp+man). Below the smallest

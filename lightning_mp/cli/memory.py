@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lightning_mp.cli.model_shape import add_shape, config_of, context_of, count_of
-from lightning_mp.core.cli_text import answer_command, print_paragraph, print_table
-from lightning_mp.core.imported_function import import_function
-from lightning_mp.core.pictures import check_picture
-from lightning_mp.core.precisions import PRECISIONS, PrecisionName
-from lightning_mp.core.quantities import format_bytes, format_quantity
+from lightning_mp.ground.core.cli_text import answer_command, print_paragraph, print_table
+from lightning_mp.ground.core.imported_function import import_function
+from lightning_mp.ground.core.pictures import check_picture
+from lightning_mp.ground.core.precisions import PRECISIONS, PrecisionName
+from lightning_mp.ground.core.quantities import format_bytes, format_quantity
+from lightning_mp.monitors.step_memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
 from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.decoder_memory import DecoderMemory, decoder_memory
-from lightning_mp.step_memory.estimate import MemoryEstimate, MemoryStrategy, estimate_memory
 
 _DESCRIPTION = """\
 Show what one training step keeps in memory, by part. With --module, a step of your own module is traced on fake

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from lightning_mp.core.quantities import parse_bytes, parse_quantity
+from lightning_mp.ground.core.quantities import parse_bytes, parse_quantity
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 
 _SHAPE = ("layers", "width", "vocabulary", "heads", "kv_heads", "head_width", "ffn_width", "experts", "active_experts")

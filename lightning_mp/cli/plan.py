@@ -14,11 +14,11 @@ from lightning_mp.cli.model_shape import (
     refuse_other_units,
 )
 from lightning_mp.cli.plan_text import Answer, as_json, print_answer
-from lightning_mp.core.cli_text import answer_command
-from lightning_mp.core.number_formats import number_format
-from lightning_mp.core.precisions import PRECISIONS, PrecisionName, find_precision
-from lightning_mp.core.quantities import parse_quantity
-from lightning_mp.flops.hardware import Chip, chip_of, dtype_on
+from lightning_mp.ground.core.cli_text import answer_command
+from lightning_mp.ground.core.number_formats import number_format
+from lightning_mp.ground.core.precisions import PRECISIONS, PrecisionName, find_precision
+from lightning_mp.ground.core.quantities import parse_quantity
+from lightning_mp.ground.flops.hardware import Chip, chip_of, dtype_on
 from lightning_mp.planning.layouts import choose_chips, choose_layouts, enough_gpus, machine_with
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.scaling_laws.optimum import (

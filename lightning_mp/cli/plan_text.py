@@ -5,15 +5,15 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_mp.core.cli_text import print_facts, print_paragraph, print_table
-from lightning_mp.core.precisions import PrecisionName
-from lightning_mp.core.quantities import format_bytes, format_quantity
+from lightning_mp.ground.core.cli_text import print_facts, print_paragraph, print_table
+from lightning_mp.ground.core.precisions import PrecisionName
+from lightning_mp.ground.core.quantities import format_bytes, format_quantity
+from lightning_mp.monitors.step_memory.live_storages import PARTS
 from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.layouts import ChipChoice, LayoutChoice
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.scaling_laws.optimum import ComputeOptimal, InferenceAware, PlannedRun
 from lightning_mp.planning.training_run import RunTime, TrainingRun
-from lightning_mp.step_memory.live_storages import PARTS
 
 _NAMES_WIDTH = 37
 _COLUMNS = ("layout", "GPU needs", "verdict", "sequences", "step")

@@ -13,13 +13,13 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_mp.comparison.cli import DefaultModel, fill_compare
-from lightning_mp.core.cli_text import name_options, print_json
-from lightning_mp.core.quantities import parse_quantity
 from lightning_mp.demo import prepare, run
 from lightning_mp.demo.prepare import use_few_threads
 from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings, add_options
+from lightning_mp.ground.core.cli_text import name_options, print_json
+from lightning_mp.ground.core.quantities import parse_quantity
 from lightning_mp.language_model import Corpus, GPTConfig, LanguageModel, TextData, load_text, peak_learning_rate
+from lightning_mp.monitors.comparison.cli import DefaultModel, fill_compare
 
 _DESCRIPTION = """\
 Train a byte-level GPT on the source text of the Python standard library, in mixed precision, on exactly its Chinchilla

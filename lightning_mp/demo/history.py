@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 import lightning_mp as mp
-from lightning_mp.core.devices import device_name, peak_memory_bytes
 from lightning_mp.demo.settings import Settings
 from lightning_mp.diagnostics import StepOutcome
-from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.ground.core.devices import device_name, peak_memory_bytes
+from lightning_mp.training.gradients.gradient_ops import local_shard
 
 #: Where the history is in a checkpoint.
 HISTORY_KEY = "lightning_mp_demo"

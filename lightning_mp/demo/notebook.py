@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_mp.activation_checkpointing.cost import StorageBytes
-from lightning_mp.core import private_dispatch_api
-from lightning_mp.core.nested_tensors import tensors_in
 from lightning_mp.diagnostics import StepOutcome
-from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.ground.core import private_dispatch_api
+from lightning_mp.ground.core.nested_tensors import tensors_in
+from lightning_mp.training.activation_checkpointing.cost import StorageBytes
+from lightning_mp.training.gradients.gradient_ops import local_shard
 
 #: The colour of a number format in every figure.
 COLOURS = {"fp32": "black", "bf16": "tab:blue", "fp16": "tab:orange", "fp8_e5m2": "tab:green", "fp8_e4m3fn": "tab:red"}

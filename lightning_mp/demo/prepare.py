@@ -11,9 +11,9 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.core.devices import available_device_type
 from lightning_mp.demo.history import HISTORY_KEY
 from lightning_mp.demo.settings import Settings
+from lightning_mp.ground.core.devices import available_device_type
 from lightning_mp.language_model import GPTConfig
 from lightning_mp.language_model.text import BLOCK_TOKENS, Corpus, HeldOutBatches, TextBatches, load_text
 

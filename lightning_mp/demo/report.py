@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.core.cli_text import listed_facts
-from lightning_mp.core.messages import listed
-from lightning_mp.core.quantities import format_share
 from lightning_mp.demo.settings import SCALED_PRECISIONS
-from lightning_mp.diagnostics.run_plot import RunPlot
+from lightning_mp.ground.core.cli_text import listed_facts
+from lightning_mp.ground.core.messages import listed
+from lightning_mp.ground.core.quantities import format_share
+from lightning_mp.monitors.diagnostics.run_plot import RunPlot
 
 #: The final training loss is a mean over this share of the steps, since single batches scatter.
 _TAIL_SHARE = 0.05

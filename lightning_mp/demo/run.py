@@ -23,13 +23,13 @@ from typing_extensions import override
 
 import lightning_mp as mp
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.comparison.compare import versions
-from lightning_mp.core.quiet_run import interrupts_kept, quiet_lightning
 from lightning_mp.demo.history import InjectOverflow, RunHistory, say
 from lightning_mp.demo.prepare import Job
 from lightning_mp.demo.report import format_table, plot_of, summarise
 from lightning_mp.demo.settings import CLIP_NORM, WARMUP_SHARE, Settings
+from lightning_mp.ground.core.quiet_run import interrupts_kept, quiet_lightning
 from lightning_mp.language_model import LanguageModel, TextData, generate, peak_learning_rate
+from lightning_mp.monitors.comparison.compare import versions
 
 _SAMPLE_TOKENS = 200
 _ON_BAR = {

@@ -7,13 +7,13 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Self, get_args
 
-from lightning_mp.accumulation.schedule import Thresholds, estimate_steps
-from lightning_mp.core.arguments import whole_quantity
+from lightning_mp.ground.core.arguments import whole_quantity
 from lightning_mp.language_model import GPTConfig, config_for_parameters
 from lightning_mp.language_model.text import BLOCK_TOKENS
 from lightning_mp.planning import tokens_for
-from lightning_mp.precision.fp8.conversion import Float8Recipe
-from lightning_mp.precision.masters.checks import Storage
+from lightning_mp.training.accumulation.schedule import Thresholds, estimate_steps
+from lightning_mp.training.precision.fp8.conversion import Float8Recipe
+from lightning_mp.training.precision.masters.checks import Storage
 
 
 def setting(

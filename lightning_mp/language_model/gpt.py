@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_mp.core.arguments import whole_number
+from lightning_mp.ground.core.arguments import whole_number
 
 # Multiples of 16 suit every 16-bit and fp8 kernel; from 256 on heads are 64 wide.
 _WIDTHS = (*range(16, 64, 16), *range(64, 256, 32), *range(256, 2**13, 64))

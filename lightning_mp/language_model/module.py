@@ -15,14 +15,14 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.trainer_ranks import is_pipelined
+from lightning_mp.ground.core.arguments import whole_number
+from lightning_mp.ground.core.trainer_ranks import is_pipelined
 from lightning_mp.language_model.gpt import GPT, GPTConfig
-from lightning_mp.lr_schedule.schedules import WarmupCosine
 from lightning_mp.pipelining import PipelineLayer, pipelined_loss
-from lightning_mp.policy.gathered_dtypes import gathered_of_masters
-from lightning_mp.policy.sharding_units import ShardingUnit, sharding_units
-from lightning_mp.precision.master_weights import MasterWeightsPrecision
+from lightning_mp.training.lr_schedule.schedules import WarmupCosine
+from lightning_mp.training.policy.gathered_dtypes import gathered_of_masters
+from lightning_mp.training.policy.sharding_units import ShardingUnit, sharding_units
+from lightning_mp.training.precision.master_weights import MasterWeightsPrecision
 
 # On a CPU, in 16 bit and at this length, the plain kernel is 2 to 3 times as fast as the fused one (torch 2.13; most
 # of it in the fused kernel's backward). Longer blocks would make its score matrices large.

@@ -1,8 +1,8 @@
 """torchmetrics of mixed-precision training: integer counts, summed over ranks."""
 
-from lightning_mp.metrics.overflow_rate import OverflowRate, overflow_rate
-from lightning_mp.metrics.token_perplexity import TokenPerplexity, token_perplexity
-from lightning_mp.metrics.underflow_fraction import UnderflowFraction, underflow_fraction
+from lightning_mp.monitors.metrics.overflow_rate import OverflowRate, overflow_rate
+from lightning_mp.monitors.metrics.token_perplexity import TokenPerplexity, token_perplexity
+from lightning_mp.monitors.metrics.underflow_fraction import UnderflowFraction, underflow_fraction
 
 __all__ = [
     "OverflowRate",

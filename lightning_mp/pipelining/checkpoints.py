@@ -10,10 +10,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_mp.checkpoints.single_file import refuse_other_groups, refuse_other_names
-from lightning_mp.core.messages import listed
-from lightning_mp.core.ranks import all_gathered
-from lightning_mp.modules.stage_placeholder import StageSplit
+from lightning_mp.ground.core.messages import listed
+from lightning_mp.ground.core.ranks import all_gathered
+from lightning_mp.ground.modules.stage_placeholder import StageSplit
+from lightning_mp.training.checkpoints.single_file import refuse_other_groups, refuse_other_names
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_mp.core.messages import listed
-from lightning_mp.distributed.process_groups import own_group
-from lightning_mp.gradients.bucketed_all_reduce import reduce_gradients_
-from lightning_mp.modules.stage_placeholder import StageSplit
+from lightning_mp.ground.core.messages import listed
+from lightning_mp.ground.modules.stage_placeholder import StageSplit
+from lightning_mp.training.distributed.process_groups import own_group
+from lightning_mp.training.gradients.bucketed_all_reduce import reduce_gradients_
 
 
 class StageGradients:

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_mp.core.messages import listed
-from lightning_mp.core.settings_repr import SettingsRepr
-from lightning_mp.modules.names import is_inside, near_misses, unwrapped_name
+from lightning_mp.ground.core.messages import listed
+from lightning_mp.ground.core.settings_repr import SettingsRepr
+from lightning_mp.ground.modules.names import is_inside, near_misses, unwrapped_name
 
 _HOW = (
     " Define `def pipeline_layers(self): return [self.embedding, *self.blocks, self.head]`: modules that run one after"

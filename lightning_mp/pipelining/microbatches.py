@@ -7,9 +7,9 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed import ProcessGroup
 
-from lightning_mp.accumulation.batch_split import Microbatch, UnsplittableBatchError, num_samples, split_batch
-from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.core.ranks import all_gathered
+from lightning_mp.ground.core.nested_tensors import tensors_in
+from lightning_mp.ground.core.ranks import all_gathered
+from lightning_mp.training.accumulation.batch_split import Microbatch, UnsplittableBatchError, num_samples, split_batch
 
 ScheduleName = Literal["1f1b", "gpipe"]
 """In which order a stage takes forwards and backwards of microbatches."""

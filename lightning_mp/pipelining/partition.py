@@ -6,11 +6,11 @@ from fnmatch import fnmatchcase
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_mp.core.messages import listed
-from lightning_mp.modules.names import named_modules
-from lightning_mp.modules.stage_placeholder import StageSplit, detach_stages, release
+from lightning_mp.ground.core.messages import listed
+from lightning_mp.ground.modules.names import named_modules
+from lightning_mp.ground.modules.stage_placeholder import StageSplit, detach_stages, release
 from lightning_mp.pipelining.layers import Layer
-from lightning_mp.policy.unit_selection import tied_parameters
+from lightning_mp.training.policy.unit_selection import tied_parameters
 
 
 def parameters_of_layers(module: nn.Module, layers: Sequence[Layer]) -> list[int]:

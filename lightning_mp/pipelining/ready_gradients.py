@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
-from lightning_mp.gradients import gradient_ops
+from lightning_mp.training.gradients import gradient_ops
 
 
 def loss_with_gradients(

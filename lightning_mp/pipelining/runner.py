@@ -13,19 +13,19 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from lightning_mp.accumulation.batch_split import Microbatch
-from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.core.patches import Patch
-from lightning_mp.core.rank_rng import RankRNG
-from lightning_mp.modules.state import gradients_set_aside
+from lightning_mp.ground.core.nested_tensors import tensors_in
+from lightning_mp.ground.core.patches import Patch
+from lightning_mp.ground.core.rank_rng import RankRNG
+from lightning_mp.ground.modules.state import gradients_set_aside
 from lightning_mp.pipelining.layers import Layer, loss_of
 from lightning_mp.pipelining.layout import Pipeline
 from lightning_mp.pipelining.microbatches import microbatches_of, refuse_other_batches, signature
 from lightning_mp.pipelining.ready_gradients import factor_of_backward, loss_with_gradients
 from lightning_mp.pipelining.shares import microbatch_shares, weighting_of
 from lightning_mp.pipelining.stage import Stage, StageModule
-from lightning_mp.tokens import batch_tokens
-from lightning_mp.tokens.loss_weighting import Weighting
+from lightning_mp.training.accumulation.batch_split import Microbatch
+from lightning_mp.training.tokens import batch_tokens
+from lightning_mp.training.tokens.loss_weighting import Weighting
 
 #: Each keeps receive buffers for one shape of microbatches.
 _KEPT_SCHEDULES = 8

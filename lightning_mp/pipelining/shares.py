@@ -6,9 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_mp.accumulation.batch_split import Microbatch
-from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.tokens.loss_weighting import Weighting
+from lightning_mp.training.accumulation.batch_split import Microbatch
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.tokens.loss_weighting import Weighting
 
 
 def microbatch_shares(microbatches: Sequence[Microbatch], weighting: Weighting) -> list[float]:

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from typing_extensions import override
 
-from lightning_mp.modules.state import keep_module
+from lightning_mp.ground.modules.state import keep_module
 from lightning_mp.pipelining.layers import Layer, pipeline_input, run_layers
 
 

@@ -3,11 +3,12 @@
 The questions :func:`lightning_mp.recommend` and :func:`lightning_mp.estimate_memory` answer with types from here.
 """
 
-from lightning_mp.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
-from lightning_mp.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
-from lightning_mp.flops.device_traits import DeviceTraits
-from lightning_mp.flops.hardware import Chip, find_chip, known_chips, peak_flops
-from lightning_mp.flops.throughput import bubble_fraction
+from lightning_mp.ground.flops.chinchilla import TOKENS_PER_PARAMETER, tokens_for, training_flops
+from lightning_mp.ground.flops.conventions import CONVENTIONS, FlopsConvention, flops_per_token, model_flops_utilization
+from lightning_mp.ground.flops.device_traits import DeviceTraits
+from lightning_mp.ground.flops.hardware import Chip, find_chip, known_chips, peak_flops
+from lightning_mp.ground.flops.throughput import bubble_fraction
+from lightning_mp.monitors.step_memory.estimate import MemoryEstimate
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation
 from lightning_mp.planning.communication import ParallelLayout, communication_per_step
 from lightning_mp.planning.layouts import (
@@ -44,7 +45,6 @@ from lightning_mp.planning.scaling_laws.scaling_law import (
     TrainedRange,
 )
 from lightning_mp.planning.training_run import RunTime, TrainingRun, run_time, training_run
-from lightning_mp.step_memory.estimate import MemoryEstimate
 
 __all__ = [
     "CONVENTIONS",

@@ -42,8 +42,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
 
-from lightning_mp.core.arguments import true_or_false, whole_number
-from lightning_mp.core.precisions import PrecisionLike, PrecisionSpec, find_precision
+from lightning_mp.ground.core.arguments import true_or_false, whole_number
+from lightning_mp.ground.core.precisions import PrecisionLike, PrecisionSpec, find_precision
 from lightning_mp.planning.memory.decoder_config import DecoderSize
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
@@ -176,7 +176,7 @@ def communication_per_step(
             reductions up to there.
         tokens_per_micro_batch: t, for one data rank.
         micro_batches: M, for one data rank per optimizer step; in a pipeline those of one call of the schedule.
-        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`; masters stay where they are, and
+        precision: a name of :data:`~lightning_mp.ground.core.precisions.PRECISIONS`; masters stay where they are, and
             fp8 gathers in bf16.
         gradient_sync: under FSDP, reduce once per window or at every micro-batch, as
             set by ``AccumulationScheduler(sync=...)``. Without the scheduler, FSDP does the latter.

@@ -30,12 +30,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import resources
 
-from lightning_mp.core.arguments import positive_number, whole_number, whole_quantity
-from lightning_mp.core.number_formats import number_format
-from lightning_mp.core.precisions import PrecisionLike, find_precision
-from lightning_mp.flops.conventions import flops_per_token
-from lightning_mp.flops.hardware import known_chips, peak_flops, rate_column
-from lightning_mp.flops.throughput import bubble_fraction
+from lightning_mp.ground.core.arguments import positive_number, whole_number, whole_quantity
+from lightning_mp.ground.core.number_formats import number_format
+from lightning_mp.ground.core.precisions import PrecisionLike, find_precision
+from lightning_mp.ground.flops.conventions import flops_per_token
+from lightning_mp.ground.flops.hardware import known_chips, peak_flops, rate_column
+from lightning_mp.ground.flops.throughput import bubble_fraction
 from lightning_mp.planning.communication import ParallelLayout, TensorReduceDtype, Transfer, communication_per_step
 from lightning_mp.planning.memory.decoder_config import DecoderConfig, DecoderSize
 from lightning_mp.planning.memory.decoder_memory import (
@@ -68,7 +68,7 @@ class Machine:
     """
 
     name: str  #: What people call it.
-    chip: str  #: A short name of :func:`~lightning_mp.flops.hardware.known_chips`.
+    chip: str  #: A short name of :func:`~lightning_mp.ground.flops.hardware.known_chips`.
     gpus_per_node: int  #: How many are behind the inner links.
     inside_bytes_per_second: float  #: Of one GPU to the others of its node, in one direction.
     between_bytes_per_second: float  #: Of one GPU's share of the node's adapters, in one direction.
@@ -180,7 +180,7 @@ def plan_parallelism(
         machine: a name of :func:`known_machines`, or a :class:`Machine`.
         tokens_per_step: the batch of the optimizer step, over all GPUs.
         context_tokens: length of a sequence.
-        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
+        precision: a name of :data:`~lightning_mp.ground.core.precisions.PRECISIONS`.
         tensor_reduce_dtype: see :func:`~lightning_mp.planning.communication.communication_per_step`.
         dtype: format of matrix products, for the peak; None is that of ``precision``, fp32 without TF32 in "32-true".
 
@@ -332,7 +332,7 @@ def choose_layouts(
         memory_bytes: memory of one GPU; None omits the verdicts.
         context_tokens: length of a sequence.
         tokens_per_step: tokens of one optimizer step, over all GPUs.
-        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
+        precision: a name of :data:`~lightning_mp.ground.core.precisions.PRECISIONS`.
         dtype: format of matrix products, for the peak that bounds a step; None is that of ``precision``, fp32 without
             TF32 in "32-true".
         checkpointed: whether blocks are recomputed; by default each layout is listed both ways.
@@ -401,7 +401,7 @@ def choose_chips(
         config: the model.
         gpus: number of GPUs.
         context_tokens: length of a sequence.
-        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`.
+        precision: a name of :data:`~lightning_mp.ground.core.precisions.PRECISIONS`.
 
     Raises:
         ValueError: a precision is unknown, or a number is not positive.

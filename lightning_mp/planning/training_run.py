@@ -3,10 +3,10 @@
 import warnings
 from dataclasses import dataclass
 
-from lightning_mp.core.arguments import whole_quantity
-from lightning_mp.core.quantities import Quantity, parse_flops, parse_fraction, parse_quantity
-from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
-from lightning_mp.flops.hardware import chip_of, dtype_on
+from lightning_mp.ground.core.arguments import whole_quantity
+from lightning_mp.ground.core.quantities import Quantity, parse_flops, parse_fraction, parse_quantity
+from lightning_mp.ground.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
+from lightning_mp.ground.flops.hardware import chip_of, dtype_on
 from lightning_mp.planning.scaling_laws.optimum import (
     SECONDS_PER_HOUR,
     ComputeOptimal,

@@ -26,8 +26,8 @@ from small_models import (
 from torch import Tensor, nn
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler
-from lightning_mp.accumulation.controller import AccumulateGradBatches, AccumulationController
-from lightning_mp.gradients.gradient_ops import clip_coefficient
+from lightning_mp.training.accumulation.controller import AccumulateGradBatches, AccumulationController
+from lightning_mp.training.gradients.gradient_ops import clip_coefficient
 
 
 class Steps(Callback):

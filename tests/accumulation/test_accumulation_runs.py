@@ -35,8 +35,8 @@ from lightning_mp import (
     MasterWeightsPrecision,
     MFUMonitor,
 )
-from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.partial_state import PartialAccumulation
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.accumulation.partial_state import PartialAccumulation
 
 
 class Lengths(Callback):

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 
-from lightning_mp.accumulation.batch_split import num_samples, split_batch, split_by
-from lightning_mp.accumulation.part_results import merge_outputs
+from lightning_mp.training.accumulation.batch_split import num_samples, split_batch, split_by
+from lightning_mp.training.accumulation.part_results import merge_outputs
 
 Pair = namedtuple("Pair", ["x", "names"])
 

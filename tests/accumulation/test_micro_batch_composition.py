@@ -28,10 +28,10 @@ from lightning_mp import (
     MasterWeightsPrecision,
     MFUMonitor,
 )
-from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.out_of_memory import is_out_of_memory
-from lightning_mp.accumulation.part_results import merge_logged
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.accumulation.out_of_memory import is_out_of_memory
+from lightning_mp.training.accumulation.part_results import merge_logged
 
 
 def assert_close(a: Any, b: Any, rtol: float) -> None:

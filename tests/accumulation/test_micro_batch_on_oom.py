@@ -18,8 +18,8 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, OverflowMonitor
-from lightning_mp.accumulation.out_of_memory import forget_attempt
 from lightning_mp.callbacks.micro_batch_on_oom import MicroBatchOnOOM
+from lightning_mp.training.accumulation.out_of_memory import forget_attempt
 
 
 def equal(a: Any, b: Any) -> bool:

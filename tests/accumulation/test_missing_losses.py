@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, OverflowMonitor
-from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.training.accumulation.controller import AccumulationController
 
 pytestmark = pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 ROWS = (2, 5, 1, 4, 3, 6, 2, 2)  # of batches that the ranks take in turn

@@ -12,7 +12,7 @@ from small_models import Regression, fit, regression_batches, sgd, weights
 from torch import Tensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MFUMonitor
-from lightning_mp.optimizers.evaluations import requires_closure
+from lightning_mp.training.optimizers.evaluations import requires_closure
 
 
 class Evaluating(torch.optim.SGD):

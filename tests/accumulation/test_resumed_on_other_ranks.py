@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, GradientNoiseScale, TokenLearningRate, WarmupCosine
-from lightning_mp.accumulation.controller import AccumulationController
 from lightning_mp.strategies import FSDP2Strategy
-from lightning_mp.tokens.budget import LandingMode
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.tokens.budget import LandingMode
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings(

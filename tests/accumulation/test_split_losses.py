@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, MicroBatchOnOOM
-from lightning_mp.accumulation import loss_probe
-from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.training.accumulation import loss_probe
+from lightning_mp.training.accumulation.controller import AccumulationController
 
 Loss = Callable[[Tensor, Any], Tensor]
 CLASS_WEIGHTS = torch.tensor([0.2, 1.0, 3.0, 8.0], dtype=torch.float64)

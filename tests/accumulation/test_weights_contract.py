@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision
-from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.training.accumulation.controller import AccumulationController
 
 Part = tuple[Tensor, float]  # a mean, and how many items it is over
 Term = Callable[[Tensor, "Batch"], Part]

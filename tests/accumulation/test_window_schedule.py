@@ -11,8 +11,8 @@ from small_models import Regression, fit, quiet_trainer, regression_batches
 from torch.utils.data import DataLoader
 
 from lightning_mp import AccumulationScheduler
-from lightning_mp.accumulation.schedule import Progress, TargetBatch, Thresholds, estimate_steps
 from lightning_mp.callbacks.accumulation_scheduler import parse_schedule
+from lightning_mp.training.accumulation.schedule import Progress, TargetBatch, Thresholds, estimate_steps
 
 positions = st.integers(0, 10**13)
 

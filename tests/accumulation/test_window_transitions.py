@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from small_models import Regression, fit, regression_batches, sgd
 
 from lightning_mp import AccumulationScheduler
-from lightning_mp.accumulation import windows as transitions
-from lightning_mp.accumulation.controller import AccumulationController
-from lightning_mp.accumulation.schedule import Progress, Thresholds
-from lightning_mp.accumulation.settings import AccumulationSettings
-from lightning_mp.accumulation.windows import AccumulationState, DataLayout, MicroBatch, Window
-from lightning_mp.tokens.budget import TokenBudget, split_last_batch
-from lightning_mp.tokens.counter import AccumulationTotals
-from lightning_mp.tokens.loss_weighting import Measure
+from lightning_mp.training.accumulation import windows as transitions
+from lightning_mp.training.accumulation.controller import AccumulationController
+from lightning_mp.training.accumulation.schedule import Progress, Thresholds
+from lightning_mp.training.accumulation.settings import AccumulationSettings
+from lightning_mp.training.accumulation.windows import AccumulationState, DataLayout, MicroBatch, Window
+from lightning_mp.training.tokens.budget import TokenBudget, split_last_batch
+from lightning_mp.training.tokens.counter import AccumulationTotals
+from lightning_mp.training.tokens.loss_weighting import Measure
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -129,7 +129,7 @@ def test_hugging_face_models(name: str, kind: str) -> None:
 def test_forwards_without_gradients_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(
-        "lightning_mp.activation_checkpointing.wrapper.checkpoint",
+        "lightning_mp.training.activation_checkpointing.wrapper.checkpoint",
         lambda *a, **k: calls.append(0) or checkpoint(*a, **k),
     )
     module, batches = Validated(), loader(regression_batches(4))

@@ -13,9 +13,9 @@ from small_models import WIDTH
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mp.activation_checkpointing.buffers import FoundBuffers, WatchedBuffers
-from lightning_mp.activation_checkpointing.wrapper import CheckpointedModules
 from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_mp.training.activation_checkpointing.buffers import FoundBuffers, WatchedBuffers
+from lightning_mp.training.activation_checkpointing.wrapper import CheckpointedModules
 
 
 class Codebook(nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_mp import AutocastPrecision
-from lightning_mp.activation_checkpointing.cost import RecomputeReport, StorageBytes
 from lightning_mp.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_mp.training.activation_checkpointing.cost import RecomputeReport, StorageBytes
 
 ROWS, WIDTH, BLOCKS = 32, 8, 16
 B = ROWS * WIDTH * 4  # bytes of a block's input

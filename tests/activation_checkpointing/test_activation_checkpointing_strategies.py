@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision
-from lightning_mp.activation_checkpointing.cost import StorageBytes
+from lightning_mp.training.activation_checkpointing.cost import StorageBytes
 
 BATCHES = {rank: regression_batches(6)[3 * rank : 3 * rank + 3] for rank in (0, 1)}
 

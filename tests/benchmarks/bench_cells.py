@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, OverflowMonitor, TF32Precision
 from lightning_mp.language_model import GPT, GPTConfig
 from lightning_mp.planning import flops_per_token
-from lightning_mp.precision.masters.checks import Storage
+from lightning_mp.training.precision.masters.checks import Storage
 
 CLIP = 1.0
 LEARNING_RATE = 3e-4

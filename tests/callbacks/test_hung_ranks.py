@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_mp.distributed.heartbeat import RankReport, find_hung
+from lightning_mp.training.distributed.heartbeat import RankReport, find_hung
 
 
 @pytest.mark.parametrize(

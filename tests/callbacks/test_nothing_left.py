@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_mp as mp
-from lightning_mp.core.run_state import RunState
+from lightning_mp.ground.core.run_state import RunState
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "AccumulationScheduler": lambda: {"callbacks": [mp.AccumulationScheduler({0: 2}, carry_over=True)]},

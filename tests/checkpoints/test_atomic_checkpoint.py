@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, at, loader, quiet_trainer, raising, regression_batches, weights
 
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
-from lightning_mp.checkpoints.atomic import (
+from lightning_mp.training.checkpoints.atomic import (
     AtomicCheckpointIO,
     begin_checkpoint,
     commit_checkpoint,
@@ -29,7 +29,7 @@ from lightning_mp.checkpoints.atomic import (
     remove_checkpoint,
     temporary_path,
 )
-from lightning_mp.checkpoints.latest import latest_checkpoint
+from lightning_mp.training.checkpoints.latest import latest_checkpoint
 
 BATCHES = regression_batches(4)
 

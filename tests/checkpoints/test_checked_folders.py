@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_mp import AtomicCheckpoints
 from lightning_mp.checkpoints import consolidate_checkpoint
-from lightning_mp.checkpoints.atomic import marker_path
-from lightning_mp.checkpoints.checked_folder import CheckedReader, load_shards
+from lightning_mp.training.checkpoints.atomic import marker_path
+from lightning_mp.training.checkpoints.checked_folder import CheckedReader, load_shards
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),

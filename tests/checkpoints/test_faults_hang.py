@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from small_models import Regression, at, fit, loader, quiet_trainer, regression_batches
 
 from lightning_mp.callbacks.rank_watchdog import RankWatchdog
-from lightning_mp.distributed.heartbeat import EXIT_CODE, RankReport, describe, find_hung
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy
+from lightning_mp.training.distributed.heartbeat import EXIT_CODE, RankReport, describe, find_hung
 
 BATCHES = regression_batches(4)
 TIMEOUT_SECONDS = 1.0

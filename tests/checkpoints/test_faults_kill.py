@@ -17,7 +17,7 @@ from small_models import at
 
 from lightning_mp import StopAtBoundary
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
-from lightning_mp.checkpoints.latest import latest_checkpoint
+from lightning_mp.training.checkpoints.latest import latest_checkpoint
 
 __all__ = ["uninterrupted"]
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from small_models import TokenModel, loader, quiet_trainer, token_batches
 
 import lightning_mp as mp
-from lightning_mp.lr_schedule.progress import ScheduleRun
+from lightning_mp.training.lr_schedule.progress import ScheduleRun
 
 
 class WithLoss(TokenModel):

@@ -18,8 +18,8 @@ from strategy_runs import Net, Outcomes, regression_batches
 from torch import nn
 
 from lightning_mp import AtomicCheckpoints, AutocastPrecision, LossScaler, MasterWeightsPrecision
-from lightning_mp.checkpoints.consolidate import consolidate_checkpoint
-from lightning_mp.checkpoints.sharded import without_synthetic_step
+from lightning_mp.training.checkpoints.consolidate import consolidate_checkpoint
+from lightning_mp.training.checkpoints.sharded import without_synthetic_step
 
 pytestmark = [
     # torch warns of in-place operations on a sharded layer's output; there are none here.

@@ -202,7 +202,7 @@ def test_a_fit_is_not_used_far_outside_its_runs_without_a_warning(capsys, csv):
 
 
 def test_a_plot_without_matplotlib_names_the_extra(capsys, monkeypatch, csv):
-    monkeypatch.setattr("lightning_mp.core.pictures.find_spec", lambda name: None)
+    monkeypatch.setattr("lightning_mp.ground.core.pictures.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["fit", csv, "--plot", "fit.png"])
     assert "--plot needs matplotlib: pip install '.[plots]'" in capsys.readouterr().err

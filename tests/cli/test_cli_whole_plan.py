@@ -13,8 +13,8 @@ import yaml
 
 from lightning_mp import recommend
 from lightning_mp.__main__ import main
-from lightning_mp.core.bit_layouts import FORMATS
-from lightning_mp.core.cli_parser import OneLineParser
+from lightning_mp.ground.core.bit_layouts import FORMATS
+from lightning_mp.ground.core.cli_parser import OneLineParser
 
 SHAPE = "--layers 126 --width 16384 --heads 128 --kv-heads 8 --ffn 53248 --vocab 128256"
 CONFIGS = Path(__file__).resolve().parents[1] / "support" / "published_configs.json"

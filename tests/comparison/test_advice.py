@@ -2,10 +2,10 @@
 
 import pytest
 
-from lightning_mp.comparison.paired_difference import PairedDifference
-from lightning_mp.comparison.paired_runs import PairedQuality
-from lightning_mp.comparison.result import PrecisionComparison
-from lightning_mp.comparison.step_cost import StepCost
+from lightning_mp.monitors.comparison.paired_difference import PairedDifference
+from lightning_mp.monitors.comparison.paired_runs import PairedQuality
+from lightning_mp.monitors.comparison.result import PrecisionComparison
+from lightning_mp.monitors.comparison.step_cost import StepCost
 
 
 def cost(ratio=1.0, spread=0.0, peak_bytes=1000):

@@ -12,7 +12,7 @@ import torch
 from compared_models import Pictures, TinyClassifier
 
 from lightning_mp.__main__ import main
-from lightning_mp.comparison.precisions import PRECISION_NAMES
+from lightning_mp.monitors.comparison.precisions import PRECISION_NAMES
 
 TINY = ["--params", "9264", "--batch-size", "2", "--rounds", "1", "--accelerator", "cpu"]
 

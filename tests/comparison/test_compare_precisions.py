@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_mp import AutocastPrecision, LossScaler, compare_precisions
-from lightning_mp.comparison.precisions import plugin_factories
-from lightning_mp.comparison.trial import Experiment, TrainingData, run_trial
+from lightning_mp.monitors.comparison.precisions import plugin_factories
+from lightning_mp.monitors.comparison.trial import Experiment, TrainingData, run_trial
 
 PRECISIONS = {
     "fp32": "32-true",

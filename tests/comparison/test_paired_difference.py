@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from lightning_mp.comparison.paired_difference import PairedDifference, differences_of, student_t_quantile
-from lightning_mp.comparison.paired_runs import steps_to_equal_loss
+from lightning_mp.monitors.comparison.paired_difference import PairedDifference, differences_of, student_t_quantile
+from lightning_mp.monitors.comparison.paired_runs import steps_to_equal_loss
 
 TRIALS, SEEDS = 200, 10
 SEED_SPREAD, PAIR_SPREAD = 0.02, 0.004  # nats: what a seed does to both runs, and what precision and chance do to one

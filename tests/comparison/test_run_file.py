@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from lightning_mp.comparison.paired_runs import FinishedRun, RunFile
+from lightning_mp.monitors.comparison.paired_runs import FinishedRun, RunFile
 
 SETTINGS = {"steps": 3, "precisions": {"32-true": "Precision(32-true)"}}
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from small_models import Regression, loader, quiet_trainer, regression_batches
 
 from lightning_mp import AutocastPrecision, OverflowMonitor
-from lightning_mp.core.messages import lightning_logger
+from lightning_mp.ground.core.messages import lightning_logger
 
 
 class Terminal(io.StringIO):

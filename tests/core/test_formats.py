@@ -6,9 +6,9 @@ from typing import get_args
 import pytest
 import torch
 
-from lightning_mp.core.bit_layouts import FORMATS, FP16, TF32, NumberFormat
-from lightning_mp.core.number_formats import FractionLost, fraction_lost, number_format
-from lightning_mp.core.precisions import PRECISIONS, PrecisionName
+from lightning_mp.ground.core.bit_layouts import FORMATS, FP16, TF32, NumberFormat
+from lightning_mp.ground.core.number_formats import FractionLost, fraction_lost, number_format
+from lightning_mp.ground.core.precisions import PRECISIONS, PrecisionName
 
 TORCH_FORMATS = [row for row in FORMATS.values() if row.torch_dtype is not None]
 NARROW_FORMATS = [row for row in TORCH_FORMATS if row.storage_bits <= 16]

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from small_models import at, quiet_trainer, raising
 
-from lightning_mp.core.patches import Patch, Patches
+from lightning_mp.ground.core.patches import Patch, Patches
 
 
 class Owner:

@@ -5,9 +5,9 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from small_models import quiet_trainer
 
-from lightning_mp.core.private_trainer_api import callbacks_of
-from lightning_mp.core.run_state import RunState
-from lightning_mp.core.saved_state import COUNT, holding
+from lightning_mp.ground.core.private_trainer_api import callbacks_of
+from lightning_mp.ground.core.run_state import RunState
+from lightning_mp.ground.core.saved_state import COUNT, holding
 
 
 def test_what_comes_before_checkpoints_comes_before_all_of_them() -> None:

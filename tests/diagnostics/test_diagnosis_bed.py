@@ -17,7 +17,7 @@ from small_models import fit, loader, quiet_trainer
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, OverflowPostMortem, UnderflowMonitor
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
-from lightning_mp.diagnostics.overflow.report import OverflowReport
+from lightning_mp.monitors.diagnostics.overflow.report import OverflowReport
 
 _ANYWHERE = ("diverged",)
 

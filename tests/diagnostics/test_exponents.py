@@ -1,4 +1,4 @@
-"""Exponent histograms against numpy's frexp, lightning_mp.core.number_formats and real casts."""
+"""Exponent histograms against numpy's frexp, lightning_mp.ground.core.number_formats and real casts."""
 
 import math
 from typing import Any
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp.core.bit_layouts import FORMATS, FP16
-from lightning_mp.core.number_formats import fraction_lost
-from lightning_mp.diagnostics.underflow import exponents
-from lightning_mp.diagnostics.underflow.exponents import (
+from lightning_mp.ground.core.bit_layouts import FORMATS, FP16
+from lightning_mp.ground.core.number_formats import fraction_lost
+from lightning_mp.monitors.diagnostics.underflow import exponents
+from lightning_mp.monitors.diagnostics.underflow.exponents import (
     ExponentHistogram,
     ExponentTable,
     count_exponents,

@@ -10,11 +10,11 @@ from small_models import Parts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.diagnostics.overflow.first_overflow import FirstOverflow, find_first_overflow
-from lightning_mp.diagnostics.overflow.observations import OverflowObservation, Place, take_reading
-from lightning_mp.diagnostics.overflow.report import OverflowReport
-from lightning_mp.diagnostics.overflow.search import OverflowFinding, largest_finite_scale
-from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
+from lightning_mp.monitors.diagnostics.overflow.first_overflow import FirstOverflow, find_first_overflow
+from lightning_mp.monitors.diagnostics.overflow.observations import OverflowObservation, Place, take_reading
+from lightning_mp.monitors.diagnostics.overflow.report import OverflowReport
+from lightning_mp.monitors.diagnostics.overflow.search import OverflowFinding, largest_finite_scale
+from lightning_mp.monitors.diagnostics.overflow.tensor_watch import TensorWatch
 
 
 def run(net: nn.Module, x: torch.Tensor, *, reduce=torch.sum):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_mp.diagnostics.forecast import CorrelatedNoise, LossForecast, forecast_loss, forecast_seconds
+from lightning_mp.monitors.diagnostics.forecast import CorrelatedNoise, LossForecast, forecast_loss, forecast_seconds
 
 BUDGET = 1e8
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from lightning_mp.diagnostics.noise_scale import NoiseScaleAverage, square_share, unbiased_estimates
-from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.monitors.diagnostics.noise_scale import NoiseScaleAverage, square_share, unbiased_estimates
+from lightning_mp.training.gradients.replication import GradientReplication
 
 WINDOWS = 400
 

@@ -15,7 +15,7 @@ from small_models import Regression, loader, quiet_trainer, regression_batches
 from torch import nn
 
 from lightning_mp import AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor, OverflowPostMortem
-from lightning_mp.diagnostics.overflow.report import OverflowReport
+from lightning_mp.monitors.diagnostics.overflow.report import OverflowReport
 
 
 def plugin() -> AutocastPrecision:

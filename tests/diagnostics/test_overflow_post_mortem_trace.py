@@ -22,8 +22,8 @@ from small_models import Regression, adamw, fit, fused_adamw, loader, quiet_trai
 from torch import nn
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor, OverflowPostMortem
-from lightning_mp.diagnostics.overflow.replay import Replay
-from lightning_mp.optimizer_step.outcome_dispatcher import StepOutcomeDispatcher
+from lightning_mp.monitors.diagnostics.overflow.replay import Replay
+from lightning_mp.training.optimizer_step.outcome_dispatcher import StepOutcomeDispatcher
 
 pytestmark = pytest.mark.filterwarnings("ignore:Optimizer step:RuntimeWarning")
 

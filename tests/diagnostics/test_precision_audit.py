@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision, PrecisionPolicy
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
-from lightning_mp.diagnostics.audit.table import audit_table
-from lightning_mp.diagnostics.audit.watch import PrecisionWatch, audit_step
+from lightning_mp.monitors.diagnostics.audit.table import audit_table
+from lightning_mp.monitors.diagnostics.audit.watch import PrecisionWatch, audit_step
 
 
 def scaler() -> LossScaler:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_mp import AutocastPrecision, PrecisionPolicy
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
-from lightning_mp.diagnostics.audit.table import audit_table
+from lightning_mp.monitors.diagnostics.audit.table import audit_table
 
 # Of torch.compile, when it looks at the gradients of its inputs.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, Float8Precision, LossScaler, MasterWeightsPrecision, PrecisionPolicy
-from lightning_mp.diagnostics.audit.findings import find_problems
-from lightning_mp.diagnostics.audit.requested import RequestedPrecision
-from lightning_mp.diagnostics.audit.watch import audit_step
+from lightning_mp.monitors.diagnostics.audit.findings import find_problems
+from lightning_mp.monitors.diagnostics.audit.requested import RequestedPrecision
+from lightning_mp.monitors.diagnostics.audit.watch import audit_step
 
 DEFAULT = PrecisionPolicy.default()
 

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from lightning_mp import PrecisionPolicy
-from lightning_mp.core.number_formats import dtype_label
-from lightning_mp.diagnostics.audit.findings import find_problems
-from lightning_mp.diagnostics.audit.operations import compute_dtype, identify
-from lightning_mp.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
-from lightning_mp.diagnostics.audit.requested import RequestedPrecision
-from lightning_mp.diagnostics.audit.watch import infer_autocast
+from lightning_mp.ground.core.number_formats import dtype_label
+from lightning_mp.monitors.diagnostics.audit.findings import find_problems
+from lightning_mp.monitors.diagnostics.audit.operations import compute_dtype, identify
+from lightning_mp.monitors.diagnostics.audit.records import AuditReport, ModuleRecord, OperationRecord
+from lightning_mp.monitors.diagnostics.audit.requested import RequestedPrecision
+from lightning_mp.monitors.diagnostics.audit.watch import infer_autocast
 
 FP8 = dtype_label(torch.float8_e4m3fn)
 

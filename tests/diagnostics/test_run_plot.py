@@ -5,7 +5,7 @@ import math
 import pytest
 from run_columns import NUM_STEPS, run_columns
 
-from lightning_mp.diagnostics.run_plot import RunPlot, smooth
+from lightning_mp.monitors.diagnostics.run_plot import RunPlot, smooth
 
 
 def _run(precision="16-mixed", skipped=(), num_steps=NUM_STEPS):

@@ -13,9 +13,9 @@ from small_models import WIDTH, regression_batches, sgd, weights
 from torch import Tensor, nn
 
 from lightning_mp import AutocastPrecision, PrecisionAudit, UnderflowMonitor
-from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
-from lightning_mp.policy.module_selection import as_patterns, select_modules
-from lightning_mp.policy.unit_selection import unit_names
+from lightning_mp.monitors.diagnostics.overflow.tensor_watch import TensorWatch
+from lightning_mp.training.policy.module_selection import as_patterns, select_modules
+from lightning_mp.training.policy.unit_selection import unit_names
 
 # torch warns of TorchScript's end, differently by release and by version of Python.
 pytestmark = [

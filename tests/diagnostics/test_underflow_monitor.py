@@ -30,8 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
-from lightning_mp.core import private_dispatch_api
-from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram
+from lightning_mp.ground.core import private_dispatch_api
+from lightning_mp.monitors.diagnostics.underflow.exponents import ExponentHistogram
 
 SCALE = 2.0**10
 BATCHES = regression_batches(6)

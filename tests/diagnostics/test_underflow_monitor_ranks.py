@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision, LossScaler
 from lightning_mp.callbacks.underflow_monitor import UnderflowMonitor
-from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram
+from lightning_mp.monitors.diagnostics.underflow.exponents import ExponentHistogram
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

@@ -18,11 +18,11 @@ from lightning_mp import (
     PrecisionAudit,
     UnderflowMonitor,
 )
-from lightning_mp.core.messages import WarnOnce
-from lightning_mp.core.nested_tensors import why_unreadable
-from lightning_mp.diagnostics.overflow.tensor_watch import TensorWatch
-from lightning_mp.diagnostics.underflow.watch import BackwardWatch
-from lightning_mp.flops.flop_tally import FlopTally
+from lightning_mp.ground.core.messages import WarnOnce
+from lightning_mp.ground.core.nested_tensors import why_unreadable
+from lightning_mp.ground.flops.flop_tally import FlopTally
+from lightning_mp.monitors.diagnostics.overflow.tensor_watch import TensorWatch
+from lightning_mp.monitors.diagnostics.underflow.watch import BackwardWatch
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 

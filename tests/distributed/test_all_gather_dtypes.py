@@ -5,8 +5,8 @@ from lightning.pytorch.plugins.precision import HalfPrecision
 from small_models import Regression
 from torch import nn
 
-from lightning_mp.policy.gathered_dtypes import gathered_dtypes
 from lightning_mp.strategies.fsdp2_model import units_for
+from lightning_mp.training.policy.gathered_dtypes import gathered_dtypes
 
 
 def test_shared_weights_are_gathered_in_fp32_and_those_of_a_conv1d_in_16_bit() -> None:

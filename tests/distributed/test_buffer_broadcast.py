@@ -20,11 +20,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from wire_counter import CollectiveCounter
 
-from lightning_mp.checkpoints.consolidate import consolidate_checkpoint
-from lightning_mp.core.private_trainer_api import callbacks_of
-from lightning_mp.distributed.buffer_broadcast import BufferBroadcast
+from lightning_mp.ground.core.private_trainer_api import callbacks_of
 from lightning_mp.pipelining.api import pipelined_loss
 from lightning_mp.strategies.pipeline import PipelineParallelStrategy
+from lightning_mp.training.checkpoints.consolidate import consolidate_checkpoint
+from lightning_mp.training.distributed.buffer_broadcast import BufferBroadcast
 
 WIDTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

@@ -6,7 +6,7 @@ import torch
 from gloo import process_group, run_ranks
 from torch import nn
 
-from lightning_mp.distributed.materialize import materialise
+from lightning_mp.training.distributed.materialize import materialise
 
 
 def test_what_comes_to_life_stays_frozen_has_its_buffers_and_may_lie_in_any_order() -> None:

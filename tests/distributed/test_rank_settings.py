@@ -21,8 +21,8 @@ from lightning_mp import (
     MFUMonitor,
     OverflowPostMortem,
 )
-from lightning_mp.distributed import rank_settings
-from lightning_mp.distributed.rank_settings import exchanged
+from lightning_mp.training.distributed import rank_settings
+from lightning_mp.training.distributed.rank_settings import exchanged
 
 
 def with_betas(parameters: Any, beta: float) -> Optimizer:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 import lightning_mp
 from lightning_mp.__main__ import _COMMANDS
-from lightning_mp.diagnostics.audit.findings import FindingKind
-from lightning_mp.diagnostics.overflow.search import Verdict
-from lightning_mp.preflight_checks.report import FindingName
+from lightning_mp.monitors.diagnostics.audit.findings import FindingKind
+from lightning_mp.monitors.diagnostics.overflow.search import Verdict
+from lightning_mp.monitors.preflight_checks.report import FindingName
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

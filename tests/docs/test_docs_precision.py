@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from precision_figures import figures_of
 
 import lightning_mp
-from lightning_mp.precision import tf32
+from lightning_mp.training.precision import tf32
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "precision.md"
 

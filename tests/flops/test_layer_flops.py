@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from lightning_mp.flops.flop_counter import count_flops
-from lightning_mp.flops.flop_tally import FlopTally
-from lightning_mp.flops.operation_flops import operation_flops
+from lightning_mp.ground.flops.flop_counter import count_flops
+from lightning_mp.ground.flops.flop_tally import FlopTally
+from lightning_mp.ground.flops.operation_flops import operation_flops
 
 BATCH, TIME, SIZE, HIDDEN = 4, 6, 5, 7
 GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}

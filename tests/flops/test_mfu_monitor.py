@@ -21,11 +21,11 @@ from lightning_mp import (
     OverflowMonitor,
 )
 from lightning_mp.callbacks.mfu_monitor import MFUMonitor
-from lightning_mp.flops import hardware
-from lightning_mp.flops.flop_tally import FlopTally
-from lightning_mp.modules.stand_ins import sum_of_outputs
-from lightning_mp.precision.tf32 import tf32_matmuls_and_convolutions
-from lightning_mp.tokens.count_unit import counted_unit
+from lightning_mp.ground.flops import hardware
+from lightning_mp.ground.flops.flop_tally import FlopTally
+from lightning_mp.ground.modules.stand_ins import sum_of_outputs
+from lightning_mp.training.precision.tf32 import tf32_matmuls_and_convolutions
+from lightning_mp.training.tokens.count_unit import counted_unit
 
 FLOPS_PER_TOKEN = 6 * 8 * 11  # the head alone multiplies
 PEAK = 1e6

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_mp.callbacks.mfu_monitor import MFUMonitor
-from lightning_mp.flops.model_shape import module_flops_per_token
+from lightning_mp.ground.flops.model_shape import module_flops_per_token
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

@@ -11,7 +11,7 @@ from small_models import Trained, fit, weights
 from torch import Tensor, nn
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, MFUMonitor, TokenLearningRate
-from lightning_mp.tokens.loss_weighting import Weighting
+from lightning_mp.training.tokens.loss_weighting import Weighting
 
 PEAK = 1e12
 

@@ -24,12 +24,12 @@ from transformers import (
     MobileNetV2ForImageClassification,
 )
 
-from lightning_mp.flops.flop_counter import count_flops
-from lightning_mp.flops.flop_tally import FlopCount, FlopTally
-from lightning_mp.flops.model_shape import far_above_count, matmul_parameters, module_flops_per_token
-from lightning_mp.flops.operation_flops import operation_flops, score_flops
+from lightning_mp.ground.flops.flop_counter import count_flops
+from lightning_mp.ground.flops.flop_tally import FlopCount, FlopTally
+from lightning_mp.ground.flops.model_shape import far_above_count, matmul_parameters, module_flops_per_token
+from lightning_mp.ground.flops.operation_flops import operation_flops, score_flops
+from lightning_mp.ground.modules.stand_ins import run_forward, sum_of_outputs
 from lightning_mp.language_model import GPT, GPTConfig
-from lightning_mp.modules.stand_ins import run_forward, sum_of_outputs
 from lightning_mp.planning import flops_per_token
 
 CONFIG = GPTConfig(2, 2, 32, block_tokens=40)

@@ -7,7 +7,7 @@ from importlib import resources
 import pytest
 import torch
 
-from lightning_mp.flops.hardware import matmul_format
+from lightning_mp.ground.flops.hardware import matmul_format
 from lightning_mp.planning import Chip, find_chip, known_chips, peak_flops
 
 # What torch.cuda.get_device_name() says, and the chip that it means.
@@ -178,7 +178,7 @@ def test_rates_of_a_chip_are_consistent(chip: Chip) -> None:
 
 
 def test_every_row_has_a_source() -> None:
-    text = resources.files("lightning_mp.flops").joinpath("peak_flops.csv").read_text(encoding="utf-8")
+    text = resources.files("lightning_mp.ground.flops").joinpath("peak_flops.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(text.splitlines()):
         assert re.search(r"(NVIDIA|AMD) .*(datasheet|whitepaper).*https://", row["source"]), row["chip"]
         assert None not in row  # as many fields as the header

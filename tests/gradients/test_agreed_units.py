@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from wire_counter import CollectiveCounter
 
 from lightning_mp import AutocastPrecision, MasterWeightsPrecision, OverflowMonitor
-from lightning_mp.gradients.ranks_alike import AgreedUnits
+from lightning_mp.training.gradients.ranks_alike import AgreedUnits
 
 WIDTH = 8
 

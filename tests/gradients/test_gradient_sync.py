@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision
-from lightning_mp.gradients.sync import _FSDP1Sync, unsharded_gradient_bytes
+from lightning_mp.training.gradients.sync import _FSDP1Sync, unsharded_gradient_bytes
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

@@ -8,10 +8,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp.core.devices import accumulation_dtype, sent_to
-from lightning_mp.gradients import gradient_ops
-from lightning_mp.gradients.fused_optimizers import fused_step
-from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.ground.core.devices import accumulation_dtype, sent_to
+from lightning_mp.training.gradients import gradient_ops
+from lightning_mp.training.gradients.fused_optimizers import fused_step
+from lightning_mp.training.gradients.replication import GradientReplication
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from lightning_mp.core.ranks import sum_over_ranks_
-from lightning_mp.gradients import gradient_ops
-from lightning_mp.optimizer_step.loss_scaler import LossScaler
+from lightning_mp.ground.core.ranks import sum_over_ranks_
+from lightning_mp.training.gradients import gradient_ops
+from lightning_mp.training.optimizer_step.loss_scaler import LossScaler
 
 INF, NAN = float("inf"), float("nan")
 SCALE = 4.0

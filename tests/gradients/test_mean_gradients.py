@@ -9,10 +9,10 @@ from gloo import process_group, run_ranks
 from pipelined_models import PipelinedGPT, PipelinedMLP, fit
 
 from lightning_mp import PipelineParallelStrategy
-from lightning_mp.gradients import bucketed_all_reduce
-from lightning_mp.gradients.bucketed_all_reduce import buckets, reduce_gradients_
-from lightning_mp.gradients.clipping import clip_by_whole_norm_
-from lightning_mp.gradients.replication import GradientReplication
+from lightning_mp.training.gradients import bucketed_all_reduce
+from lightning_mp.training.gradients.bucketed_all_reduce import buckets, reduce_gradients_
+from lightning_mp.training.gradients.clipping import clip_by_whole_norm_
+from lightning_mp.training.gradients.replication import GradientReplication
 
 
 @pytest.mark.parametrize("mean", [True, False])

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
-from lightning_mp.gradients.comm_hook import reduced_precision_hook
 from lightning_mp.strategies import ReducedPrecisionDDPStrategy
+from lightning_mp.training.gradients.comm_hook import reduced_precision_hook
 
 DTYPES = [torch.bfloat16, torch.float16]
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_mp import AutocastPrecision, LossScaler, OverflowMonitor
-from lightning_mp.gradients.fused_optimizers import one_mesh_per_group
-from lightning_mp.gradients.replication import GradientReplication
-from lightning_mp.optimizer_step.gradient_epilogue import GradientEpilogue
+from lightning_mp.training.gradients.fused_optimizers import one_mesh_per_group
+from lightning_mp.training.gradients.replication import GradientReplication
+from lightning_mp.training.optimizer_step.gradient_epilogue import GradientEpilogue
 
 INF = float("inf")
 

@@ -26,7 +26,9 @@ LAYER_OF = {package: height for height, packages in enumerate(LAYERS, start=1) f
 # The command line's front door names the demo's verb; nobody imports it.
 BESIDES = {("__main__", "demo")}
 OTHERS = {"lightning", "pytorch_lightning", "torch", "torchmetrics", "typing_extensions"}
-PRIVATE = {f"lightning_mp.core.{file.stem}" for file in (ROOT / "lightning_mp" / "core").glob("private_*_api.py")}
+PRIVATE = {
+    f"lightning_mp.ground.core.{file.stem}" for file in (ROOT / "lightning_mp" / "core").glob("private_*_api.py")
+}
 FRONT_DOOR = ("demo", "__main__")
 # What each wing of the page may import from, beside itself.
 MAY_IMPORT = {

@@ -20,7 +20,7 @@ from small_models import Regression, fit, loader, quiet_trainer, regression_batc
 from torch import nn
 from torch.amp import GradScaler
 
-from lightning_mp.core import (
+from lightning_mp.ground.core import (
     private_dispatch_api,
     private_loop_api,
     private_module_api,
@@ -31,7 +31,7 @@ from lightning_mp.core import (
     private_tensor_api,
     private_trainer_api,
 )
-from lightning_mp.gradients.fused_optimizers import applies_grad_scale
+from lightning_mp.training.gradients.fused_optimizers import applies_grad_scale
 
 SEAMS = (
     private_dispatch_api,

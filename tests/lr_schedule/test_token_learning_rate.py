@@ -25,8 +25,8 @@ from lightning_mp import (
     OverflowMonitor,
 )
 from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
-from lightning_mp.lr_schedule.progress import set_rates
-from lightning_mp.lr_schedule.schedules import WarmupCosine
+from lightning_mp.training.lr_schedule.progress import set_rates
+from lightning_mp.training.lr_schedule.schedules import WarmupCosine
 
 
 def half(**arguments: Any) -> AutocastPrecision:

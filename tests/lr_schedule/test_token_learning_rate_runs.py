@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, ChinchillaBudget, LossScaler, MasterWeightsPrecision
 from lightning_mp.callbacks.token_learning_rate import CooldownRequest, TokenLearningRate
-from lightning_mp.lr_schedule.schedules import WarmupStableDecay
+from lightning_mp.training.lr_schedule.schedules import WarmupStableDecay
 
 __all__ = ["THIRD_PARTY", "ScheduleFree", "StateInConstructor"]
 

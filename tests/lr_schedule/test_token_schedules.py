@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from lightning_mp.lr_schedule.progress import ScheduleRun, missed_end
-from lightning_mp.lr_schedule.schedules import Course, WarmupCosine, WarmupStableDecay
+from lightning_mp.training.lr_schedule.progress import ScheduleRun, missed_end
+from lightning_mp.training.lr_schedule.schedules import Course, WarmupCosine, WarmupStableDecay
 
 SHAPES = ["linear", "1-sqrt", "cosine"]
 

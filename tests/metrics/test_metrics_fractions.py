@@ -6,10 +6,10 @@ from gloo import process_group, run_ranks
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_mp.core.bit_layouts import FORMATS
-from lightning_mp.core.number_formats import fraction_lost
-from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram
+from lightning_mp.ground.core.bit_layouts import FORMATS
+from lightning_mp.ground.core.number_formats import fraction_lost
 from lightning_mp.metrics import OverflowRate, UnderflowFraction, overflow_rate, underflow_fraction
+from lightning_mp.monitors.diagnostics.underflow.exponents import ExponentHistogram
 
 
 def spread(seed: int, size: int = 2000) -> torch.Tensor:

@@ -123,7 +123,7 @@ def test_chunks_do_not_change_it_and_bound_the_temporaries(monkeypatch):
                 largest = max(largest, out.numel())
             return out
 
-    monkeypatch.setattr(import_module("lightning_mp.metrics.token_perplexity"), "_CHUNK_LOGITS", 25)
+    monkeypatch.setattr(import_module("lightning_mp.monitors.metrics.token_perplexity"), "_CHUNK_LOGITS", 25)
     half = logits.half()
     with Watch():
         chunked = token_perplexity(half, target)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_mp as mp
-from lightning_mp.core.patches import Patch
+from lightning_mp.ground.core.patches import Patch
 from lightning_mp.pipelining import pipelined_loss
 
 WIDTH, VOCABULARY = 16, 32

@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_mp import AutocastPrecision, ChinchillaBudget
 from lightning_mp.callbacks.chinchilla_budget import Counted
-from lightning_mp.flops.chinchilla import tokens_for
-from lightning_mp.flops.flop_counter import count_flops
-from lightning_mp.flops.model_shape import MatmulParameters, matmul_parameters
-from lightning_mp.gradients.sync import unsharded_gradient_bytes
-from lightning_mp.modules.whole_parameters import agreed_count, whole_parameters
+from lightning_mp.ground.flops.chinchilla import tokens_for
+from lightning_mp.ground.flops.flop_counter import count_flops
+from lightning_mp.ground.flops.model_shape import MatmulParameters, matmul_parameters
+from lightning_mp.ground.modules.whole_parameters import agreed_count, whole_parameters
+from lightning_mp.training.gradients.sync import unsharded_gradient_bytes
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_mp.optimizer_step.loss_scaler import overflows_at_floor
-from lightning_mp.optimizer_step.update_rule import ScaleRule, ScaleState, update_scale_
+from lightning_mp.training.optimizer_step.loss_scaler import overflows_at_floor
+from lightning_mp.training.optimizer_step.update_rule import ScaleRule, ScaleState, update_scale_
 
 OPEN = {"min_scale": 0.0, "max_scale": math.inf}
 

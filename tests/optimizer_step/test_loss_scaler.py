@@ -17,8 +17,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_mp
-from lightning_mp.optimizer_step.loss_scaler import FLOOR_PATIENCE_STEPS, LossScaleFloorError, LossScaler
-from lightning_mp.optimizer_step.update_rule import ScaleRule
+from lightning_mp.training.optimizer_step.loss_scaler import FLOOR_PATIENCE_STEPS, LossScaleFloorError, LossScaler
+from lightning_mp.training.optimizer_step.update_rule import ScaleRule
 
 OPEN = {"min_scale": 0.0, "max_scale": math.inf}
 INF, NAN = float("inf"), float("nan")

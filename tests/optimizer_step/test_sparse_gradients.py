@@ -12,7 +12,7 @@ from small_models import loader, quiet_trainer, weights
 from torch import Tensor, nn
 
 from lightning_mp import AccumulationScheduler, AutocastPrecision, LossScaler, MasterWeightsPrecision, OverflowMonitor
-from lightning_mp.gradients.gradient_ops import local_shard
+from lightning_mp.training.gradients.gradient_ops import local_shard
 
 ROWS = 8
 

@@ -91,7 +91,7 @@ def test_the_walk_through_a_step_changes_files_seldom(kind: str) -> None:
         fit(module, regression_batches(4), OverflowMonitor(), max_steps=4, plugin=plugin, gradient_clip_val=0.5)
         assert len(plugin.walks) == 4
         counts.append([walk.changes for walk in plugin.walks[2:]])
-        assert plugin.walks[-1].files[0] == "lightning_mp/precision/base.py"
+        assert plugin.walks[-1].files[0] == "lightning_mp/training/precision/base.py"
         assert any(file.endswith("callbacks/overflow_monitor.py") for file in plugin.walks[-1].files)
     assert counts[0] == counts[1]
     assert max(counts[0]) <= MOST_CHANGES[kind], "\n".join(plugin.walks[-1].files)
@@ -122,4 +122,4 @@ def test_the_walk_of_a_micro_batch_changes_files_seldom(monkeypatch: pytest.Monk
     trainer.fit(TokenModel(fused_adamw), loader(token_batches([6] * 8)))
     for walk, (kind, most) in zip(walks[4:6], MOST_CHANGES_OF_A_MICRO_BATCH.items(), strict=True):
         assert walk.changes <= most, f"{kind}: {walk.changes}\n" + "\n".join(walk.files)
-        assert "lightning_mp/accumulation/windows.py" in walk.files
+        assert "lightning_mp/training/accumulation/windows.py" in walk.files

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from lightning_mp import AutocastPrecision, JointOptimizer, bf16_moments, estimate_memory, matrices_and_rest
-from lightning_mp.gradients import step_blocks
-from lightning_mp.optimizers import adam_moments
+from lightning_mp.training.gradients import step_blocks
+from lightning_mp.training.optimizers import adam_moments
 
 _OPERATIONS = ("_fused_adam_", "_fused_adamw_")
 

@@ -24,7 +24,7 @@ from lightning_mp import (
     PipelineParallelStrategy,
     matrices_and_rest,
 )
-from lightning_mp.optimizers import sharded_muon
+from lightning_mp.training.optimizers import sharded_muon
 
 STEPS = 20
 

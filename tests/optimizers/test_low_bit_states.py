@@ -16,8 +16,8 @@ from small_models import Regression, ResumableLoader, loader, quiet_trainer, reg
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp import MasterWeightsPrecision
-from lightning_mp.optimizers.low_bit_states import from_plain_tensors, to_plain_tensors
-from lightning_mp.precision.masters.split_parameters import SplitParameter
+from lightning_mp.training.optimizers.low_bit_states import from_plain_tensors, to_plain_tensors
+from lightning_mp.training.precision.masters.split_parameters import SplitParameter
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torchao", "ignore::DeprecationWarning")
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Muon
 
 from lightning_mp import AutocastPrecision, JointOptimizer, matrices_and_rest
-from lightning_mp.checkpoints.fused_qkv import FusedOrder, fused_orders, hold_in_rank_order
 from lightning_mp.language_model.gpt import GPT, CausalSelfAttention, GPTConfig
-from lightning_mp.optimizers.fused_layers import known_splits
-from lightning_mp.optimizers.matrix_blocks import BLOCKS, blocks_of
+from lightning_mp.training.checkpoints.fused_qkv import FusedOrder, fused_orders, hold_in_rank_order
+from lightning_mp.training.optimizers.fused_layers import known_splits
+from lightning_mp.training.optimizers.matrix_blocks import BLOCKS, blocks_of
 
 WIDTH = 6
 # How the outputs of the fused layer divide, and the rows of each block.

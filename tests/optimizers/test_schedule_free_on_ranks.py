@@ -26,7 +26,7 @@ from lightning_mp import (
     TF32Precision,
 )
 from lightning_mp.checkpoints import consolidate_checkpoint
-from lightning_mp.precision import tf32
+from lightning_mp.training.precision import tf32
 
 schedulefree = pytest.importorskip("schedulefree", reason="schedulefree is not installed")
 

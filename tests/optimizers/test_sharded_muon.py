@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp import JointOptimizer
-from lightning_mp.core import private_optimizer_api
+from lightning_mp.ground.core import private_optimizer_api
 
 #: Rows that do not divide by the ranks, fewer rows than ranks, tall and wide ones; more matrices than ranks.
 SHAPES = [(16, 8), (7, 5), (1, 6), (5, 9), (8, 8)]

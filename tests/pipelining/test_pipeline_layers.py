@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_mp import PipelineParallelStrategy
-from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model, stage_split_of
+from lightning_mp.ground.modules.stage_placeholder import StagePlaceholder, full_model, stage_split_of
 from lightning_mp.pipelining import PipelineLayer, pipelined_loss
 from lightning_mp.pipelining.layers import pipeline_input, read_layers
 from lightning_mp.pipelining.partition import balanced_split_points, split_model

@@ -9,8 +9,8 @@ from pipelined_models import PipelinedMLP, losses_of
 from torch import nn
 
 from lightning_mp import PipelineParallelStrategy
-from lightning_mp.core.rank_rng import RankRNG
-from lightning_mp.modules.stage_placeholder import StagePlaceholder, full_model, release
+from lightning_mp.ground.core.rank_rng import RankRNG
+from lightning_mp.ground.modules.stage_placeholder import StagePlaceholder, full_model, release
 from lightning_mp.pipelining.layers import read_layers
 from lightning_mp.pipelining.partition import split_model
 

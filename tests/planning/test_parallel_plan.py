@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.flops.hardware import find_chip
+from lightning_mp.ground.flops.hardware import find_chip
 from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.layouts import (
     Machine,

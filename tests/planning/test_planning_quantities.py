@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 
-from lightning_mp.core.quantities import format_quantity, parse_quantity
+from lightning_mp.ground.core.quantities import format_quantity, parse_quantity
 
 
 @pytest.mark.parametrize(

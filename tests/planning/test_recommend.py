@@ -11,8 +11,8 @@ import yaml
 
 import lightning_mp
 from lightning_mp import recommend
-from lightning_mp.flops.device_traits import find_device, named_device
-from lightning_mp.flops.hardware import known_chips
+from lightning_mp.ground.flops.device_traits import find_device, named_device
+from lightning_mp.ground.flops.hardware import known_chips
 from lightning_mp.planning import DecoderConfig, decoder_memory
 from lightning_mp.planning.advice.recommendation import Component
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, PrecisionPolicy
-from lightning_mp.policy.applied import AppliedPolicy
+from lightning_mp.training.policy.applied import AppliedPolicy
 
 
 def test_stock_autocast_runs_softmax_and_norms_in_16_bit_on_the_cpu():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import Float8Precision, PrecisionPolicy
-from lightning_mp.policy.float8_layers import choose_float8_layers
-from lightning_mp.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
+from lightning_mp.training.policy.float8_layers import choose_float8_layers
+from lightning_mp.training.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
 
 WIDTH, CLASSES = 32, 5
 DEFAULT = PrecisionPolicy.default()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import MasterWeightsPrecision, PrecisionPolicy
-from lightning_mp.precision.masters import checks
+from lightning_mp.training.precision.masters import checks
 
 DEFAULT = PrecisionPolicy.default()
 WITH_HEAD = PrecisionPolicy(RULES)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, PrecisionPolicy
-from lightning_mp.policy.module_rules import PolicyScope
-from lightning_mp.policy.operation_rules import OperationRules, operation_rules
-from lightning_mp.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR
+from lightning_mp.training.policy.module_rules import PolicyScope
+from lightning_mp.training.policy.operation_rules import OperationRules, operation_rules
+from lightning_mp.training.policy.operations import FAMILIES, PRODUCTS_WITH_A_VECTOR
 
 ROWS = torch.arange(4)
 INTO_ROW_0 = torch.zeros(4, 4, dtype=torch.int64)

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lightning_mp import PrecisionPolicy
-from lightning_mp.policy.module_rules import PolicyScope
-from lightning_mp.policy.operation_rules import OperationRules, operation_rules
-from lightning_mp.policy.operations import (
+from lightning_mp.training.policy.module_rules import PolicyScope
+from lightning_mp.training.policy.operation_rules import OperationRules, operation_rules
+from lightning_mp.training.policy.operations import (
     FAMILIES,
     KNOWN_OPERATIONS,
     PRODUCTS_WITH_A_VECTOR,

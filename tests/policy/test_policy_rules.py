@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_mp import AutocastPrecision, Float8Precision, PrecisionPolicy
-from lightning_mp.modules.names import named_modules
-from lightning_mp.policy import resolved
-from lightning_mp.policy.operations import FAMILIES, KNOWN_OPERATIONS
+from lightning_mp.ground.modules.names import named_modules
+from lightning_mp.training.policy import resolved
+from lightning_mp.training.policy.operations import FAMILIES, KNOWN_OPERATIONS
 
 
 class RMSNorm(nn.Module):

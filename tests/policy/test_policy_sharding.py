@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, Float8Precision, MasterWeightsPrecision, PrecisionPolicy
-from lightning_mp.core import private_sharding_api
-from lightning_mp.policy.sharding_units import gathered_otherwise, sharding_units
+from lightning_mp.ground.core import private_sharding_api
+from lightning_mp.training.policy.sharding_units import gathered_otherwise, sharding_units
 
 RULES = [("2", "fp32"), *PrecisionPolicy.default().rules]
 
@@ -195,7 +195,7 @@ def test_a_unit_that_rounds_what_the_policy_keeps_is_refused(name: str) -> None:
     assert message.startswith(
         "PrecisionPolicy: net.1 runs in torch.float32, but fully_shard(mp_policy=...) gathers its weights in"
         " torch.bfloat16. In configure_model shard the units that"
-        " lightning_mp.policy.sharding_units.sharding_units"
+        " lightning_mp.training.policy.sharding_units.sharding_units"
     )
 
 

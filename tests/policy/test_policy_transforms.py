@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_mp import PrecisionPolicy
 from lightning_mp.language_model import GPT, GPTConfig
-from lightning_mp.policy.applied import AppliedPolicy
+from lightning_mp.training.policy.applied import AppliedPolicy
 
 RULES_OF_GPT = {"blocks.0.*": "fp32", "final_norm": "fp32", "blocks.*": "low", "softmaxes": "fp32"}
 

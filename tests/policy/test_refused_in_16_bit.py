@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, MasterWeightsPrecision, PrecisionPolicy, preflight
-from lightning_mp.policy.fails_in_16_bit import WatchFor16Bit, refused_by
-from lightning_mp.policy.module_rules import PolicyScope
-from lightning_mp.policy.operation_rules import OperationRules, operation_rules
-from lightning_mp.policy.operations import FAMILIES
+from lightning_mp.training.policy.fails_in_16_bit import WatchFor16Bit, refused_by
+from lightning_mp.training.policy.module_rules import PolicyScope
+from lightning_mp.training.policy.operation_rules import OperationRules, operation_rules
+from lightning_mp.training.policy.operations import FAMILIES
 
 FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 MASK = torch.eye(4, dtype=torch.bool)

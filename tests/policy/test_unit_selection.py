@@ -7,7 +7,13 @@ from fsdp2_runs import model
 from torch import nn
 
 from lightning_mp.language_model.gpt import Block
-from lightning_mp.policy.unit_selection import read_shard, repeated_blocks, tied_parameters, unit_names, units_by_size
+from lightning_mp.training.policy.unit_selection import (
+    read_shard,
+    repeated_blocks,
+    tied_parameters,
+    unit_names,
+    units_by_size,
+)
 
 BLOCKS = ["model.blocks.0", "model.blocks.1"]
 

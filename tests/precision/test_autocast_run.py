@@ -19,7 +19,7 @@ from lightning_mp import (
     PrecisionPolicy,
     TF32Precision,
 )
-from lightning_mp.precision import autocast, autocast_context, master_weights
+from lightning_mp.training.precision import autocast, autocast_context, master_weights
 
 WIDTH = 16
 PLUGINS: dict[str, Callable[[], Any]] = {

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_mp import FSDP2Strategy
-from lightning_mp.core import private_module_api, private_sharding_api
-from lightning_mp.precision.masters.compressed_weights import compressed_shards
+from lightning_mp.ground.core import private_module_api, private_sharding_api
+from lightning_mp.training.precision.masters.compressed_weights import compressed_shards
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

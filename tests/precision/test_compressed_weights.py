@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_mp import MasterWeightsPrecision
-from lightning_mp.precision.masters.split_parameters import SplitLoan, SplitMemory, SplitParameter
+from lightning_mp.training.precision.masters.split_parameters import SplitLoan, SplitMemory, SplitParameter
 
 STORAGES = ["remainder", "24bit"]
 

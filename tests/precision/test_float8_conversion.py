@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mp.language_model.gpt import GPT, Block, GPTConfig
-from lightning_mp.policy.float8_layers import choose_float8_layers
-from lightning_mp.precision.float8 import try_float8, why_no_float8
-from lightning_mp.precision.fp8.conversion import RECIPES, Float8Conversion, convert_to_float8, float8_config
+from lightning_mp.training.policy.float8_layers import choose_float8_layers
+from lightning_mp.training.precision.float8 import try_float8, why_no_float8
+from lightning_mp.training.precision.fp8.conversion import RECIPES, Float8Conversion, convert_to_float8, float8_config
 
 CPU = torch.device("cpu")
 REAL_AND_EMULATED = pytest.mark.parametrize("emulate", [False, True], ids=["real", "emulated"])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import Float8Precision
-from lightning_mp.precision.fp8.conversion import RECIPES
+from lightning_mp.training.precision.fp8.conversion import RECIPES
 
 WIDTH = 32
 run_ranks = partial(run_any_ranks, imports=FLOAT8)

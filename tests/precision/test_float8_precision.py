@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 from lightning_mp import AutocastPrecision, Float8Precision
-from lightning_mp.core.float8_gains import SMALLEST_GAIN
-from lightning_mp.policy import float8_layers
-from lightning_mp.policy.float8_layers import choose_float8_layers
-from lightning_mp.precision import float8
-from lightning_mp.precision.float8 import why_no_float8_on
-from lightning_mp.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
+from lightning_mp.ground.core.float8_gains import SMALLEST_GAIN
+from lightning_mp.training.policy import float8_layers
+from lightning_mp.training.policy.float8_layers import choose_float8_layers
+from lightning_mp.training.precision import float8
+from lightning_mp.training.precision.float8 import why_no_float8_on
+from lightning_mp.training.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
 
 WIDTH = 32
 

@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_mp.language_model import GPT, GPTConfig
-from lightning_mp.policy.float8_layers import choose_float8_layers
-from lightning_mp.precision.float8 import why_no_float8_on
-from lightning_mp.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
+from lightning_mp.training.policy.float8_layers import choose_float8_layers
+from lightning_mp.training.precision.float8 import why_no_float8_on
+from lightning_mp.training.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
 
 # What the formats' mantissa bits let expect of a product (see sqnr_db), less 2 dB for mantissas that are not evenly
 # spread and for what falls among the subnormals. Output, gradient of the input, gradient of the weight.

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from lightning_mp import AutocastPrecision, Float8Precision
 from lightning_mp.language_model import Corpus, HeldOutBatches, LanguageModel, TextBatches, load_standard_library
-from lightning_mp.policy.float8_layers import choose_float8_layers
-from lightning_mp.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
+from lightning_mp.training.policy.float8_layers import choose_float8_layers
+from lightning_mp.training.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400)]
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_mp
 from lightning_mp import ActivationCheckpointing
-from lightning_mp.precision.masters.split_parameters import SPLIT_CLASSES, SplitMemory
+from lightning_mp.training.precision.masters.split_parameters import SPLIT_CLASSES, SplitMemory
 
 
 @contextmanager

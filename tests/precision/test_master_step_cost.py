@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_mp import AutocastPrecision, MasterWeightsPrecision
-from lightning_mp.gradients import step_blocks
 from lightning_mp.language_model import GPT, GPTConfig
+from lightning_mp.training.gradients import step_blocks
 
 ROOM = ("empty", "empty_like", "new_empty", "empty_strided")
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from split_reference import EVERY_CLASS, away, bits, round_to_24_bits
 from torch import Tensor
 
-from lightning_mp.precision.masters.split_numbers import SplitNumbers
+from lightning_mp.training.precision.masters.split_numbers import SplitNumbers
 
 NANS = torch.cat([EVERY_CLASS[EVERY_CLASS.isnan()], torch.tensor([0x7FFFFFFF, -1]).int().view(torch.float32)])
 CLASSES = {

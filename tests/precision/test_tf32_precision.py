@@ -12,8 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from small_models import Regression, loader, quiet_trainer, regression_batches, weights
 
 from lightning_mp import TF32Precision
-from lightning_mp.precision import tf32
-from lightning_mp.precision.tf32 import tf32_matmuls_and_convolutions, why_no_tf32
+from lightning_mp.training.precision import tf32
+from lightning_mp.training.precision.tf32 import tf32_matmuls_and_convolutions, why_no_tf32
 
 BACKENDS: Any = torch.backends
 

@@ -139,7 +139,7 @@ def test_frozen_weights_in_the_other_16_bit_format_are_said(
 ) -> None:
     """torch's error about a norm of such weights on a CPU names neither the weights nor a cure."""
     lines: list[str] = []
-    monkeypatch.setattr("lightning_mp.precision.full_weights.rank_zero_info", lines.append)
+    monkeypatch.setattr("lightning_mp.training.precision.full_weights.rank_zero_info", lines.append)
     fit(PLUGINS[plugin](), Adapted(base, torch.float32, freeze=True), max_epochs=1)
     assert len(lines) == said
     low = torch.float16 if plugin == "16-mixed" else torch.bfloat16

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightning_mp.flops.device_traits import named_device
-from lightning_mp.lr_schedule.scheduler_facts import AfterItsEnd, FoundScheduler
-from lightning_mp.preflight_checks.checks import check_everything
-from lightning_mp.preflight_checks.found import (
+from lightning_mp.ground.flops.device_traits import named_device
+from lightning_mp.monitors.preflight_checks.checks import check_everything
+from lightning_mp.monitors.preflight_checks.found import (
     Found,
     FoundBudget,
     FoundCheckpoint,
@@ -20,6 +19,7 @@ from lightning_mp.preflight_checks.found import (
     FoundStep,
     FoundWeight,
 )
+from lightning_mp.training.lr_schedule.scheduler_facts import AfterItsEnd, FoundScheduler
 
 BF16 = FoundPrecision(name="bf16-mixed", plugin="AutocastPrecision('bf16-mixed')")
 FP16 = FoundPrecision(name="16-mixed", plugin="AutocastPrecision('16-mixed')", has_scaler=True)

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import get_cosine_schedule_with_warmup
 
 from lightning_mp import AccumulationScheduler, estimate_memory, preflight
-from lightning_mp.lr_schedule.scheduler_facts import read_schedulers
-from lightning_mp.preflight_checks.data_facts import FoundData, inspect_data
-from lightning_mp.preflight_checks.trainer_facts import layers_in_eval, layers_of, run_of, untied_embeddings
+from lightning_mp.monitors.preflight_checks.data_facts import FoundData, inspect_data
+from lightning_mp.monitors.preflight_checks.trainer_facts import layers_in_eval, layers_of, run_of, untied_embeddings
+from lightning_mp.training.lr_schedule.scheduler_facts import read_schedulers
 
 
 @pytest.mark.parametrize(

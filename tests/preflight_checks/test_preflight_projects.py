@@ -11,7 +11,7 @@ from preflight_projects import PROJECTS, Unrolled, write_checkpoints
 from small_models import loader, quiet_trainer
 
 from lightning_mp import AutocastPrecision, preflight
-from lightning_mp.preflight_checks.report import FindingName, Severity
+from lightning_mp.monitors.preflight_checks.report import FindingName, Severity
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
 QUICK_MODELS = ("multi-layer perceptron", "GAN, manual optimization")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from lightning_mp import AutocastPrecision, ChinchillaBudget, preflight
-from lightning_mp.preflight_checks.report import PreflightFinding, PreflightReport
+from lightning_mp.monitors.preflight_checks.report import PreflightFinding, PreflightReport
 
 NOTHING = PreflightReport(())
 

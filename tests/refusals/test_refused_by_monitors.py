@@ -18,11 +18,11 @@ from lightning_mp import (
     UnderflowMonitor,
     estimate_memory,
 )
-from lightning_mp.comparison.paired_difference import PairedDifference, differences_of
-from lightning_mp.comparison.trial import TrainingData
-from lightning_mp.diagnostics.forecast import forecast_loss, forecast_seconds
-from lightning_mp.diagnostics.underflow.exponents import ExponentHistogram, narrow_format
 from lightning_mp.metrics import TokenPerplexity, UnderflowFraction
+from lightning_mp.monitors.comparison.paired_difference import PairedDifference, differences_of
+from lightning_mp.monitors.comparison.trial import TrainingData
+from lightning_mp.monitors.diagnostics.forecast import forecast_loss, forecast_seconds
+from lightning_mp.monitors.diagnostics.underflow.exponents import ExponentHistogram, narrow_format
 
 NAN = math.nan
 FLAT = {"tokens": range(1, 60), "losses": [1.0] * 59, "at_tokens": 1e9}

@@ -18,15 +18,15 @@ from torch.optim import LBFGS, SGD, AdamW
 
 import lightning_mp as mp
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.gradients.comm_hook import reduced_precision_hook
-from lightning_mp.gradients.replication import GradientReplication
-from lightning_mp.lr_schedule.schedules import Cooldown, WarmupCosine, WarmupStableDecay, check_schedule
-from lightning_mp.policy.float8_layers import choose_float8_layers
-from lightning_mp.policy.unit_selection import read_shard, unit_names, units_by_size
-from lightning_mp.precision.masters.checks import check_strategy
 from lightning_mp.strategies import ReducedPrecisionDDPStrategy
-from lightning_mp.tensor_parallel.plan import check_divisible, read_plan, resolve_plan
-from lightning_mp.tensor_parallel.sequence_parallel import check_sequence_styles
+from lightning_mp.training.gradients.comm_hook import reduced_precision_hook
+from lightning_mp.training.gradients.replication import GradientReplication
+from lightning_mp.training.lr_schedule.schedules import Cooldown, WarmupCosine, WarmupStableDecay, check_schedule
+from lightning_mp.training.policy.float8_layers import choose_float8_layers
+from lightning_mp.training.policy.unit_selection import read_shard, unit_names, units_by_size
+from lightning_mp.training.precision.masters.checks import check_strategy
+from lightning_mp.training.tensor_parallel.plan import check_divisible, read_plan, resolve_plan
+from lightning_mp.training.tensor_parallel.sequence_parallel import check_sequence_styles
 
 INF, NAN, M = math.inf, math.nan, MisconfigurationException
 SECONDS = "a positive finite number of seconds"

@@ -6,9 +6,10 @@ import torch
 from refusing import Each, Refusal, refusals
 from torch import nn
 
-from lightning_mp.core.number_formats import fraction_lost, number_format
-from lightning_mp.flops.flop_counter import count_flops
-from lightning_mp.flops.model_shape import module_flops_per_token
+from lightning_mp.ground.core.number_formats import fraction_lost, number_format
+from lightning_mp.ground.flops.flop_counter import count_flops
+from lightning_mp.ground.flops.model_shape import module_flops_per_token
+from lightning_mp.ground.modules.whole_parameters import whole_parameters
 from lightning_mp.language_model import (
     GPT,
     GPTConfig,
@@ -18,7 +19,6 @@ from lightning_mp.language_model import (
     config_for_parameters,
     generate,
 )
-from lightning_mp.modules.whole_parameters import whole_parameters
 from lightning_mp.planning import flops_per_token, model_flops_utilization, peak_flops
 
 CONVENTION = "Unknown FLOPs convention '8N'. Use one of 6N, palm, megatron"

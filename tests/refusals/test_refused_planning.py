@@ -9,7 +9,7 @@ from typing import Any
 from refusing import Each, Refusal, refusals
 
 from lightning_mp import recommend
-from lightning_mp.core.quantities import parse_quantity
+from lightning_mp.ground.core.quantities import parse_quantity
 from lightning_mp.planning import (
     DecoderConfig,
     DecoderSize,

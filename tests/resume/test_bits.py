@@ -23,8 +23,8 @@ from lightning_mp import (
     MFUMonitor,
 )
 from lightning_mp.__main__ import main
-from lightning_mp.resume.differences import EXACT_RESUME_KEY, KINDS, compare_checkpoints, kind_of, kinds_in
-from lightning_mp.resume.records import bit_hash, bit_hash_of_nested, first_parting, read_records, write_record
+from lightning_mp.training.resume.differences import EXACT_RESUME_KEY, KINDS, compare_checkpoints, kind_of, kinds_in
+from lightning_mp.training.resume.records import bit_hash, bit_hash_of_nested, first_parting, read_records, write_record
 
 CPU = torch.device("cpu")
 

@@ -32,9 +32,9 @@ from lightning_mp import (
 )
 from lightning_mp.__main__ import main
 from lightning_mp.callbacks import exact_resume
-from lightning_mp.core.patches import Patches
-from lightning_mp.resume.loader_position import LoaderPosition
-from lightning_mp.resume.random_numbers import captured, restore
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.training.resume.loader_position import LoaderPosition
+from lightning_mp.training.resume.random_numbers import captured, restore
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),

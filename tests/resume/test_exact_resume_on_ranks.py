@@ -28,7 +28,7 @@ from lightning_mp import (
 )
 from lightning_mp.__main__ import main
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.resume.records import first_parting, read_records
+from lightning_mp.training.resume.records import first_parting, read_records
 
 STRATEGIES: dict[str, tuple[Callable[[], Any], int]] = {
     "one device": (lambda: "auto", 1),

@@ -25,7 +25,7 @@ from restarts import (
 from small_models import at, quiet_trainer, raising
 
 from lightning_mp import AtomicCheckpoints, ChinchillaBudget, StopAtBoundary
-from lightning_mp.resume.resumable_progress import reopen_epoch, skip_started_epoch
+from lightning_mp.training.resume.resumable_progress import reopen_epoch, skip_started_epoch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),

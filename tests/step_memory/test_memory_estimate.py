@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lightning_mp import AutocastPrecision, MasterWeightsPrecision, estimate_memory
-from lightning_mp.activation_checkpointing.cost import StepCost
-from lightning_mp.core.nested_tensors import tensors_in
+from lightning_mp.ground.core.nested_tensors import tensors_in
+from lightning_mp.training.activation_checkpointing.cost import StepCost
 
 # torch's, once in a process: a norm with fp32 weights takes 16-bit inputs under autocast on the CPU.
 pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_mp import MFUMonitor, OverflowMonitor, PipelineParallelStrategy
-from lightning_mp.checkpoints.checked_folder import CheckedReader
-from lightning_mp.flops.flop_counter import count_flops
-from lightning_mp.flops.hardware import peak_flops
+from lightning_mp.ground.flops.flop_counter import count_flops
+from lightning_mp.ground.flops.hardware import peak_flops
+from lightning_mp.training.checkpoints.checked_folder import CheckedReader
 
 
 @pytest.mark.parametrize(

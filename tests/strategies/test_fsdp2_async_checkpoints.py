@@ -23,8 +23,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from lightning_mp import AtomicCheckpoints, JointOptimizer, MasterWeightsPrecision, matrices_and_rest
 from lightning_mp.__main__ import main
-from lightning_mp.checkpoints import background, latest_checkpoint
-from lightning_mp.distributed import process_groups
+from lightning_mp.checkpoints import latest_checkpoint
+from lightning_mp.training.checkpoints import background
+from lightning_mp.training.distributed import process_groups
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),

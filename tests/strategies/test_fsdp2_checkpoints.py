@@ -32,9 +32,9 @@ from torch import nn
 
 from lightning_mp import AtomicCheckpoints, OverflowMonitor
 from lightning_mp.checkpoints import latest_checkpoint
-from lightning_mp.checkpoints.atomic import marker_path, previous_path
-from lightning_mp.checkpoints.consolidate import consolidate_checkpoint
 from lightning_mp.strategies.fsdp2 import FSDP2Strategy
+from lightning_mp.training.checkpoints.atomic import marker_path, previous_path
+from lightning_mp.training.checkpoints.consolidate import consolidate_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),

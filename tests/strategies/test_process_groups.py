@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from gloo import run_ranks
 
-from lightning_mp.distributed.process_groups import named_mesh, own_group
+from lightning_mp.training.distributed.process_groups import named_mesh, own_group
 
 MINUTE = timedelta(minutes=1)
 

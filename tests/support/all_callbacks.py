@@ -11,7 +11,7 @@ from lightning_mp import (
     UnderflowMonitor,
 )
 from lightning_mp.callbacks.token_learning_rate import TokenLearningRate
-from lightning_mp.lr_schedule.schedules import WarmupCosine
+from lightning_mp.training.lr_schedule.schedules import WarmupCosine
 
 
 def all_callbacks(window: int = 1, flops_per_token: float | str = "exact") -> dict[str, Callback]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp.callbacks.precision_audit import PrecisionAudit
-from lightning_mp.diagnostics.audit.records import AuditReport
+from lightning_mp.monitors.diagnostics.audit.records import AuditReport
 
 WIDTH, CLASSES = 16, 8
 

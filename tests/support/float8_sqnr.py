@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_mp.policy.float8_layers import Float8Layer
+from lightning_mp.training.policy.float8_layers import Float8Layer
 
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> float:

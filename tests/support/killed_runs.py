@@ -29,8 +29,8 @@ from lightning_mp import (
     PipelineParallelStrategy,
 )
 from lightning_mp.callbacks.atomic_checkpoints import AtomicCheckpoints
-from lightning_mp.checkpoints.latest import latest_checkpoint
 from lightning_mp.pipelining import pipelined_loss
+from lightning_mp.training.checkpoints.latest import latest_checkpoint
 
 # Tokens of each micro-batch, by the data that a rank sees; the budget is two epochs of two of them.
 LENGTHS = {0: [6, 3, 11, 8, 2, 9, 7], 1: [4, 10, 2, 5, 12, 3, 6], 2: [5, 7, 3, 9, 4, 8, 2], 3: [8, 2, 6, 4, 10, 5, 3]}

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_mp import JointOptimizer, LossScaler, MasterWeightsPrecision, PrecisionPolicy
-from lightning_mp.modules.norms import NORMS_WITH_STATISTICS
-from lightning_mp.precision.autocast_context import AutocastRun
-from lightning_mp.precision.masters.lent_weights import LentWeights
+from lightning_mp.ground.modules.norms import NORMS_WITH_STATISTICS
+from lightning_mp.training.precision.autocast_context import AutocastRun
+from lightning_mp.training.precision.masters.lent_weights import LentWeights
 
 DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
 

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import JointOptimizer, MasterWeightsPrecision
-from lightning_mp.core.nested_tensors import tensors_in
-from lightning_mp.gradients.gradient_ops import local_shard
-from lightning_mp.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
-from lightning_mp.precision.masters.split_parameters import SPLIT_CLASSES
+from lightning_mp.ground.core.nested_tensors import tensors_in
+from lightning_mp.training.gradients.gradient_ops import local_shard
+from lightning_mp.training.policy.weights_in_float32 import kept_in_float32, with_exact_parametrizations
+from lightning_mp.training.precision.masters.split_parameters import SPLIT_CLASSES
 
 _STEP = "the step that is measured"
 _THREAD_SECONDS = 0.01

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_mp.policy.operations import FAMILIES
+from lightning_mp.training.policy.operations import FAMILIES
 
 Call = Callable[[Tensor, Tensor], Tensor]
 

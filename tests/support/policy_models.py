@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_mp import AutocastPrecision, PrecisionPolicy
-from lightning_mp.core import private_dispatch_api
-from lightning_mp.policy.applied import AppliedPolicy
+from lightning_mp.ground.core import private_dispatch_api
+from lightning_mp.training.policy.applied import AppliedPolicy
 
 LOW = torch.bfloat16
 WIDTH, CLASSES = 8, 5

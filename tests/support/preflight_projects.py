@@ -26,7 +26,7 @@ from lightning_mp import (
     MasterWeightsPrecision,
     MFUMonitor,
 )
-from lightning_mp.preflight_checks.report import FindingName, Severity
+from lightning_mp.monitors.preflight_checks.report import FindingName, Severity
 
 BATCHES = 12
 

@@ -9,7 +9,7 @@ import torch
 from small_models import ResumableLoader, TokenModel, token_batches
 from torch import Tensor
 
-from lightning_mp.lr_schedule.schedules import TokenSchedule, WarmupCosine, WarmupStableDecay
+from lightning_mp.training.lr_schedule.schedules import TokenSchedule, WarmupCosine, WarmupStableDecay
 
 LENGTHS = [5, 9, 4, 8, 7, 3, 9, 6, 8, 5, 7, 9, 4, 6, 5, 5]
 TOTAL = sum(LENGTHS)  # 100

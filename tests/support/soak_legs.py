@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import lightning_mp as mp
-from lightning_mp.accumulation.controller import AccumulationController
+from lightning_mp.training.accumulation.controller import AccumulationController
 
 #: A loss that is not finite on one rank; memory that runs out on one rank.
 Fault = Literal["overflow", "oom"]

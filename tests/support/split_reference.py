@@ -1,4 +1,4 @@
-"""What `lightning_mp.precision.masters.split_numbers` does, one step at a time and on copies."""
+"""What `lightning_mp.training.precision.masters.split_numbers` does, one step at a time and on copies."""
 
 import random
 

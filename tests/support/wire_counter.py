@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_mp.tensor_parallel.vocab_parallel_ops import InParts
+from lightning_mp.training.tensor_parallel.vocab_parallel_ops import InParts
 
 _NAMES = {
     "allreduce_": "all_reduce",

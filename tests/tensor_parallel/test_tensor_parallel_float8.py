@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from wire_counter import CollectiveCounter
 
 from lightning_mp import AccumulationScheduler, ActivationCheckpointing, Float8Precision, OverflowMonitor
-from lightning_mp.policy.float8_layers import Float8Layer, choose_float8_layers
-from lightning_mp.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
-from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
+from lightning_mp.training.policy.float8_layers import Float8Layer, choose_float8_layers
+from lightning_mp.training.precision.fp8.conversion import RECIPES, convert_to_float8, float8_config
+from lightning_mp.training.tensor_parallel.layers import SharedInput, split_layer
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = [

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-from lightning_mp.core.patches import Patches
-from lightning_mp.gradients.clipping import clip_norm_, let_clip_over_meshes
-from lightning_mp.tensor_parallel.known_models import Style
-from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
-from lightning_mp.tensor_parallel.plan import Plan, check_divisible, resolve_plan
+from lightning_mp.ground.core.patches import Patches
+from lightning_mp.training.gradients.clipping import clip_norm_, let_clip_over_meshes
+from lightning_mp.training.tensor_parallel.known_models import Style
+from lightning_mp.training.tensor_parallel.layers import SharedInput, split_layer
+from lightning_mp.training.tensor_parallel.plan import Plan, check_divisible, resolve_plan
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

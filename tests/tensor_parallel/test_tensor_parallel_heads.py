@@ -28,9 +28,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
 from lightning_mp import MasterWeightsPrecision
-from lightning_mp.checkpoints.fused_qkv import FusedOrder, convert_optimizer_states, fused_orders, hold_in_rank_order
-from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
-from lightning_mp.tensor_parallel.plan import check_divisible, resolve_plan
+from lightning_mp.training.checkpoints.fused_qkv import (
+    FusedOrder,
+    convert_optimizer_states,
+    fused_orders,
+    hold_in_rank_order,
+)
+from lightning_mp.training.tensor_parallel.layers import SharedInput, split_layer
+from lightning_mp.training.tensor_parallel.plan import check_divisible, resolve_plan
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

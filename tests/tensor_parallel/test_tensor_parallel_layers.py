@@ -9,8 +9,8 @@ from gloo import run_same_ranks as run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_mp.tensor_parallel.layers import SharedInput, split_layer
-from lightning_mp.tensor_parallel.sequence_parallel import work_on_parts
+from lightning_mp.training.tensor_parallel.layers import SharedInput, split_layer
+from lightning_mp.training.tensor_parallel.sequence_parallel import work_on_parts
 
 
 def test_a_shared_input_is_made_once_for_each_value_of_each_tensor() -> None:

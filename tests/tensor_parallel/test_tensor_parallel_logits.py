@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelSplit, split_logits
+from lightning_mp.training.tensor_parallel.vocab_parallel_logits import VocabParallelSplit, split_logits
 
 
 def test_pairs_of_ranks_with_different_numbers_of_tokens_do_not_wait_for_each_other() -> None:

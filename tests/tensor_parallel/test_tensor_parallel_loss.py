@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from wire_counter import CountsTheStep, PartsCounter
 
 from lightning_mp import AutocastPrecision
-from lightning_mp.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, split_logits
-from lightning_mp.tensor_parallel.vocab_parallel_ops import VocabParallelSplit
-from lightning_mp.tokens.loss_items import read_items
+from lightning_mp.training.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, split_logits
+from lightning_mp.training.tensor_parallel.vocab_parallel_ops import VocabParallelSplit
+from lightning_mp.training.tokens.loss_items import read_items
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -289,7 +289,7 @@ def test_a_step_gathers_no_logits() -> None:
 
 
 def test_another_head_than_the_automatic_one() -> None:
-    from lightning_mp.tensor_parallel.plan import resolve_plan
+    from lightning_mp.training.tensor_parallel.plan import resolve_plan
 
     styles = resolve_plan(model(), {"*.head": "column_gather", "*.up": "whole", "*.down": "whole", "*": "auto"})
     assert styles["model.head"] == "column_gather"

@@ -14,7 +14,7 @@ from small_models import loader, quiet_trainer
 from torch.distributed.tensor import DTensor
 
 from lightning_mp import AutocastPrecision
-from lightning_mp.tensor_parallel.plan import check_divisible, resolve_plan
+from lightning_mp.training.tensor_parallel.plan import check_divisible, resolve_plan
 
 # torch warns of in-place operations on a sharded layer's output; there are none here.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

@@ -12,9 +12,9 @@ from small_models import fit
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_mp.core.rank_rng import RankRNG
-from lightning_mp.tensor_parallel.apply import TensorParallelSplit
-from lightning_mp.tensor_parallel.plan import resolve_plan
+from lightning_mp.ground.core.rank_rng import RankRNG
+from lightning_mp.training.tensor_parallel.apply import TensorParallelSplit
+from lightning_mp.training.tensor_parallel.plan import resolve_plan
 
 CPU = torch.device("cpu")
 

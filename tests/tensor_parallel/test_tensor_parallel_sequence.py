@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from wire_counter import CountsTheStep
 
 from lightning_mp import AccumulationScheduler, ActivationCheckpointing
-from lightning_mp.tensor_parallel import dtensor_edges
-from lightning_mp.tensor_parallel.plan import resolve_plan
-from lightning_mp.tensor_parallel.sequence_parallel import (
+from lightning_mp.training.tensor_parallel import dtensor_edges
+from lightning_mp.training.tensor_parallel.plan import resolve_plan
+from lightning_mp.training.tensor_parallel.sequence_parallel import (
     check_sequence_styles,
     split_sequence_of_blocks,
     take_whole_sequence,

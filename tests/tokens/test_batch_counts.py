@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_mp.tokens.batch_tokens import (
+from lightning_mp.training.tokens.batch_tokens import (
     IGNORE_INDEX,
     count_samples,
     find_labels,
@@ -19,7 +19,7 @@ from lightning_mp.tokens.batch_tokens import (
     shifts_labels_inside,
     trim_labels_,
 )
-from lightning_mp.tokens.ragged_batches import rows_differ
+from lightning_mp.training.tokens.ragged_batches import rows_differ
 
 TOKENS = torch.tensor([[1, 2, IGNORE_INDEX], [3, IGNORE_INDEX, 5]])
 INPUTS = torch.zeros(2, 3)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from lightning_mp.tokens.budget import LastBatch, TokenBudget, split_last_batch
+from lightning_mp.training.tokens.budget import LastBatch, TokenBudget, split_last_batch
 
 
 def micro_batches(num_ranks, *, at_least=1):

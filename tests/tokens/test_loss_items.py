@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mp.tokens import loss_items
-from lightning_mp.tokens.loss_items import Items, Unknown, read_items
-from lightning_mp.tokens.loss_weights import LossWeights
+from lightning_mp.training.tokens import loss_items
+from lightning_mp.training.tokens.loss_items import Items, Unknown, read_items
+from lightning_mp.training.tokens.loss_weights import LossWeights
 
 Loss = Callable[[Tensor], Tensor]
 ROWS, CLASSES = 5, 4

@@ -14,9 +14,9 @@ from small_models import fit, loader, quiet_trainer, weights
 from torch import Tensor, nn
 
 from lightning_mp import AccumulationScheduler, ChinchillaBudget, GradientNoiseScale, MFUMonitor
-from lightning_mp.tokens.count_unit import samples_of
-from lightning_mp.tokens.loss_weighting import Weighting
-from lightning_mp.tokens.ragged_batches import RaggedBatches, rows_differ
+from lightning_mp.training.tokens.count_unit import samples_of
+from lightning_mp.training.tokens.loss_weighting import Weighting
+from lightning_mp.training.tokens.ragged_batches import RaggedBatches, rows_differ
 
 WARNING = "Tensors in a batch have different numbers of rows"
 Pair = namedtuple("Pair", ["x", "y"])

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_mp.core.host_copy import HostCopy
-from lightning_mp.tokens.counter import NUM_TOTALS, AccumulationTotals, TokenCounter
-from lightning_mp.tokens.run_counts import TokenCounterDeltas
+from lightning_mp.ground.core.host_copy import HostCopy
+from lightning_mp.training.tokens.counter import NUM_TOTALS, AccumulationTotals, TokenCounter
+from lightning_mp.training.tokens.run_counts import TokenCounterDeltas
 
 CPU = torch.device("cpu")
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from math import ceil
 
-from lightning_mp.core.precisions import PrecisionName, find_precision
-from lightning_mp.core.quantities import format_bytes, format_quantity
+from lightning_mp.ground.core.precisions import PrecisionName, find_precision
+from lightning_mp.ground.core.quantities import format_bytes, format_quantity
+from lightning_mp.monitors.step_memory.estimate import reserved_range
 from lightning_mp.planning.advice.precision_rules import Goal
 from lightning_mp.planning.advice.recommendation import Choice, Component, Sure
 from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.layouts import LayoutChoice, choose_layouts, enough_gpus
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
-from lightning_mp.step_memory.estimate import reserved_range
 
 _FSDP = "Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277"
 _DDP = "Li et al. 2020, arXiv:2006.15704"

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_mp.core.float8_gains import SMALLEST_GAIN
-from lightning_mp.core.precisions import PrecisionName
-from lightning_mp.core.quantities import format_quantity
-from lightning_mp.flops.device_traits import DeviceTraits
+from lightning_mp.ground.core.float8_gains import SMALLEST_GAIN
+from lightning_mp.ground.core.precisions import PrecisionName
+from lightning_mp.ground.core.quantities import format_quantity
+from lightning_mp.ground.flops.device_traits import DeviceTraits
 from lightning_mp.planning.advice.recommendation import Choice, Component, Sure
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 

@@ -2,9 +2,9 @@
 
 from typing import get_args
 
-from lightning_mp.core.arguments import whole_number
-from lightning_mp.core.quantities import Quantity, format_quantity, parse_quantity
-from lightning_mp.flops.device_traits import DeviceTraits, find_device, named_device
+from lightning_mp.ground.core.arguments import whole_number
+from lightning_mp.ground.core.quantities import Quantity, format_quantity, parse_quantity
+from lightning_mp.ground.flops.device_traits import DeviceTraits, find_device, named_device
 from lightning_mp.planning.advice.layout_rules import LayoutAdvice, Question, advise_layout
 from lightning_mp.planning.advice.precision_rules import Goal, PrecisionAdvice, advise_precision
 from lightning_mp.planning.advice.recommendation import Choice, Component, Recommendation

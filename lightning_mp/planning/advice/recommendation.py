@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_mp.flops.device_traits import DeviceTraits
+from lightning_mp.ground.flops.device_traits import DeviceTraits
 
 Sure = Literal["certain", "likely", "measure it"]
 """How sure a choice is: it follows from a documented fact; it is good practice with published figures; or it depends on

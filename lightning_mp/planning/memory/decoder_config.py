@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.core.arguments import true_or_false, whole_number
+from lightning_mp.ground.core.arguments import true_or_false, whole_number
 from lightning_mp.planning.memory.families import FAMILIES, Trait
 
 

@@ -1,7 +1,7 @@
 """Memory per GPU of a decoder given by its shape, by part, for layouts of any number of GPUs.
 
 These are formulas, for use before there is a module; with a module,
-:func:`~lightning_mp.step_memory.estimate.estimate_memory` measures. Layouts are those of
+:func:`~lightning_mp.monitors.step_memory.estimate.estimate_memory` measures. Layouts are those of
 :class:`~lightning_mp.planning.communication.ParallelLayout`.
 """
 
@@ -10,19 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from lightning_mp.core.arguments import (
+from lightning_mp.ground.core.arguments import (
     positive_number,
     positive_quantity,
     quantity_from,
     whole_number,
     whole_quantity,
 )
-from lightning_mp.core.precisions import PrecisionLike, PrecisionSpec, find_precision
+from lightning_mp.ground.core.precisions import PrecisionLike, PrecisionSpec, find_precision
+from lightning_mp.monitors.step_memory.estimate import reserved_range
+from lightning_mp.monitors.step_memory.live_storages import PARTS, Part
 from lightning_mp.planning.communication import ParallelLayout
 from lightning_mp.planning.memory.decoder_config import DecoderConfig
 from lightning_mp.planning.memory.families import family_of
-from lightning_mp.step_memory.estimate import reserved_range
-from lightning_mp.step_memory.live_storages import PARTS, Part
 
 _ADAM_STATES = 2
 # In fp32: log-probabilities, which are saved, their gradient, and that of the logits (cross_entropy of torch 2.13).
@@ -39,7 +39,7 @@ _MOST_SEQUENCES = 2**20
 class DecoderMemory:
     """Bytes of the fullest GPU at the peak: between forward and backward or, with few tokens, in the step."""
 
-    bytes_by_part: Mapping[Part, int]  #: as in :data:`~lightning_mp.step_memory.live_storages.PARTS`.
+    bytes_by_part: Mapping[Part, int]  #: as in :data:`~lightning_mp.monitors.step_memory.live_storages.PARTS`.
 
     @property
     def total_bytes(self) -> int:
@@ -80,7 +80,7 @@ def decoder_memory(
         layout: how GPUs share it; one GPU when None.
         sequences: sequences in a micro-batch of one data rank.
         context_tokens: length of a sequence.
-        precision: a name of :data:`~lightning_mp.core.precisions.PRECISIONS`, or a plugin.
+        precision: a name of :data:`~lightning_mp.ground.core.precisions.PRECISIONS`, or a plugin.
         optimizer_states: states per parameter: 2 for Adam, 1 for momentum or for Adam with bf16 moments.
         micro_batches: micro-batches of one data rank per step. A pipeline holds as many at once as it has stages
             (1F1B), or fewer if there are fewer.

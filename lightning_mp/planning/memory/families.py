@@ -5,7 +5,7 @@ copies, rotations their halves, a GELU written by hand three more tensors of the
 fused its scores, and experts their rows in the order of the experts.
 
 Source:
-    Measured with :func:`~lightning_mp.step_memory.estimate.estimate_memory` on transformers 5.23 and torch
+    Measured with :func:`~lightning_mp.monitors.step_memory.estimate.estimate_memory` on transformers 5.23 and torch
     2.13, for
     CUDA: activations at the end of the forward of 2 and of 4 blocks, of MLPs of one and of two sizes, and of 256 and
     of 512 tokens, beside :meth:`DecoderConfig.saved_bytes_per_token

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_mp.core.arguments import whole_number
-from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
+from lightning_mp.ground.core.arguments import whole_number
+from lightning_mp.ground.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 from lightning_mp.planning.scaling_laws.huber_fit import PARAMETERS, LogRuns, Solutions, minimise, starts
 from lightning_mp.planning.scaling_laws.runs import Run, RunsLike, read_runs
 from lightning_mp.planning.scaling_laws.scaling_law import ParametricLaw, TrainedRange

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_mp.core.quantities import format_quantity
-from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
+from lightning_mp.ground.core.quantities import format_quantity
+from lightning_mp.ground.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 from lightning_mp.planning.scaling_laws.fit import ScalingLawFit
 from lightning_mp.planning.scaling_laws.runs import Run
 

@@ -5,10 +5,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from lightning_mp.core.arguments import quantity_from
-from lightning_mp.core.quantities import Quantity, format_quantity, parse_flops, parse_fraction, parse_quantity
-from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
-from lightning_mp.flops.hardware import chip_of, dtype_on
+from lightning_mp.ground.core.arguments import quantity_from
+from lightning_mp.ground.core.quantities import Quantity, format_quantity, parse_flops, parse_fraction, parse_quantity
+from lightning_mp.ground.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
+from lightning_mp.ground.flops.hardware import chip_of, dtype_on
 from lightning_mp.planning.scaling_laws.scaling_law import (
     DEFAULT_LAW,
     FAR_OUTSIDE,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_mp.core.arguments import positive_number
-from lightning_mp.core.quantities import format_quantity, parse_flops, parse_quantity
-from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
+from lightning_mp.ground.core.arguments import positive_number
+from lightning_mp.ground.core.quantities import format_quantity, parse_flops, parse_quantity
+from lightning_mp.ground.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN
 
 _COLUMNS = {
     "parameters": ("parameters", "params", "n", "model_size"),

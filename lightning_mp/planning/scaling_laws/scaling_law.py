@@ -20,9 +20,9 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from lightning_mp.core.arguments import positive_number
-from lightning_mp.core.quantities import format_quantity
-from lightning_mp.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER
+from lightning_mp.ground.core.arguments import positive_number
+from lightning_mp.ground.core.quantities import format_quantity
+from lightning_mp.ground.flops.chinchilla import FLOPS_PER_PARAMETER_AND_TOKEN, TOKENS_PER_PARAMETER
 
 FAR_OUTSIDE = 10.0
 """How many times beyond the trained models a prediction may lie before it is warned about."""

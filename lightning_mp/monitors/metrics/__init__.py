@@ -1,0 +1,1 @@
+"""torchmetrics of mixed-precision training: integer counts, summed over ranks."""

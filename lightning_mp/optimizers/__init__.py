@@ -1,7 +1,0 @@
-"""Several optimizers as one, and which parameters each of them takes."""
-
-from lightning_mp.optimizers.adam_moments import bf16_moments
-from lightning_mp.optimizers.joint import JointOptimizer
-from lightning_mp.optimizers.matrices import MatricesAndRest, matrices_and_rest
-
-__all__ = ["JointOptimizer", "MatricesAndRest", "bf16_moments", "matrices_and_rest"]
