@@ -204,6 +204,30 @@ def accumulation_window() -> Drawing:
     return picture
 
 
+def wings() -> Drawing:
+    """The packages by wing, each above what it imports."""
+    picture = Drawing(840, 300, "The wings of the package: ground, training, monitors, planning, pipeline, examples")
+    for x, y, w, h, colour, name, packages in (
+        (20, 20, 800, 34, PALE, "examples", "demo, language_model"),
+        (20, 62, 390, 34, PURPLE, "planning", "planning, cli"),
+        (20, 104, 390, 52, ORANGE, "monitors", "diagnostics, metrics, step_memory,|preflight_checks, comparison"),
+        (430, 62, 390, 94, RED, "pipeline", "pipelining"),
+        (
+            *(20, 164, 800, 68, BLUE, "training"),
+            "precision, optimizer_step, gradients, accumulation, tokens, policy, optimizers,|distributed,"
+            " tensor_parallel, checkpoints, resume, activation_checkpointing, lr_schedule;|callbacks and strategies",
+        ),
+        (20, 240, 800, 34, GREY, "ground", "core, modules, flops"),
+    ):
+        picture.box(x, y, w, h, colour)
+        picture.words(x + 12, y + h / 2 + 5, name, bold=True)
+        lines = packages.split("|")
+        for index, line in enumerate(lines):
+            picture.words(x + 110, y + h / 2 + 5 + 17 * (index - (len(lines) - 1) / 2), line, size=12)
+    picture.words(820, 292, "Imports go down only.", size=12, anchor="end")
+    return picture
+
+
 SHARDS: dict[str, tuple[str, Callable[[int, int, int, int], bool]]] = {
     "DDP": ("gradients are averaged", lambda rank, layer, row, column: True),
     "FSDP2Strategy()": ("a layer is gathered when it is used", lambda rank, layer, row, column: row == rank),
@@ -252,7 +276,7 @@ def sharding() -> Drawing:
     return picture
 
 
-DRAWINGS = (bit_layouts, master_weights, optimizer_step, accumulation_window, sharding)
+DRAWINGS = (bit_layouts, master_weights, optimizer_step, accumulation_window, sharding, wings)
 
 
 def files() -> dict[str, str]:

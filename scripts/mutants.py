@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+#: Folders of packages, within the package.
+WINGS = ("ground", "training", "monitors")
 
 _COMPARISONS = {
     ast.Lt: "<=",
@@ -98,13 +100,14 @@ def _changes(node: ast.AST, text: str, lines: list[str]) -> Iterator[tuple[int, 
 
 def files_of(package: str) -> list[Path]:
     """The modules of a package; callbacks and strategies are at the top of the repository."""
-    folder = ROOT / package if package in ("callbacks", "strategies") else ROOT / "lightning_mp" / package
-    return sorted(path for path in folder.rglob("*.py") if path.name != "__init__.py")
+    folders = [ROOT / package] if package in ("callbacks", "strategies") else []
+    folders += [ROOT / "lightning_mp" / wing / package for wing in ("", *WINGS)]
+    return sorted({path.resolve() for folder in folders for path in folder.rglob("*.py") if path.name != "__init__.py"})
 
 
 def packages() -> list[str]:
     """All that have tests of their own."""
-    inside = [folder.name for folder in (ROOT / "lightning_mp").iterdir() if folder.is_dir()]
+    inside = {folder.name for wing in ("", *WINGS) for folder in (ROOT / "lightning_mp" / wing).iterdir()}
     return sorted(name for name in inside if (ROOT / "tests" / name).is_dir() and files_of(name))
 
 

@@ -26,10 +26,11 @@ LAYER_OF = {package: height for height, packages in enumerate(LAYERS, start=1) f
 # The command line's front door names the demo's verb; nobody imports it.
 BESIDES = {("__main__", "demo")}
 OTHERS = {"lightning", "pytorch_lightning", "torch", "torchmetrics", "typing_extensions"}
-PRIVATE = {
-    f"lightning_mp.ground.core.{file.stem}" for file in (ROOT / "lightning_mp" / "core").glob("private_*_api.py")
-}
+SEAMS = (ROOT / "lightning_mp" / "ground" / "core").glob("private_*_api.py")
+PRIVATE = {f"lightning_mp.ground.core.{file.stem}" for file in SEAMS}
 FRONT_DOOR = ("demo", "__main__")
+# Wings with a folder of their own; planning and the pipeline are packages.
+WINGS = ("ground", "training", "monitors")
 # What each wing of the page may import from, beside itself.
 MAY_IMPORT = {
     "Ground": set(),
@@ -51,13 +52,21 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-FOLDERS = {name.split(".")[1] for name in MODULES if len(name.split(".")) > 2}
+
+
+def path_of(module: str) -> list[str]:
+    """The package and the names below it, without the wing."""
+    parts = module.split(".")[1:]
+    return parts[1:] if parts and parts[0] in WINGS else parts
+
+
+FOLDERS = {path_of(name)[0] for name in MODULES if len(path_of(name)) > 1}
 
 
 def package_of(module: str) -> str:
     """The folder that a module lives in; what is imported from the front door is in none."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] in LAYER_OF else ""
+    path = path_of(module)
+    return path[0] if path and path[0] in LAYER_OF else ""
 
 
 @functools.cache
@@ -110,19 +119,26 @@ def test_the_page_lists_every_package_on_its_layer():
 def test_every_file_that_the_page_names_exists():
     files = set(re.findall(r"\b((?:\w+/)+\w+\.py)\b", PAGE))
     assert len(files) > 15
-    assert {f for f in files if not any((ROOT / top / f).exists() for top in ("", "lightning_mp"))} == set()
+    assert {file for file in files if not (ROOT / file).exists() and not places_of(file)} == set()
+
+
+def places_of(file: str) -> list[Path]:
+    """Where a file of the page is, which leaves the wing out."""
+    return [path for wing in ("", *WINGS) if (path := ROOT / "lightning_mp" / wing / file).exists()]
 
 
 def test_a_file_that_the_page_names_defines_the_name_beside_it():
     pairs = re.findall(r"`(\w+)(?:\.\w+\(\w*\))?`\s(?:\(|in )`((?:\w+/)+\w+\.py)`", PAGE)
     assert len(pairs) >= 6
     for name, file in pairs:
-        assert re.search(rf"^(?:def|class) {name}\b", (ROOT / "lightning_mp" / file).read_text(), re.MULTILINE), name
+        (path,) = places_of(file)
+        assert re.search(rf"^(?:def|class) {name}\b", path.read_text(), re.MULTILINE), name
 
 
 def test_a_package_says_what_lives_there():
-    said = {package: ast.get_docstring(nodes_of(f"lightning_mp.{package}")[0]) or "" for package in FOLDERS}
-    assert {package for package, docstring in said.items() if len(docstring) <= 30} == set()
+    packages = [name for name, file in MODULES.items() if file.name == "__init__.py"]
+    assert len(packages) > len(FOLDERS)
+    assert {name for name in packages if len(ast.get_docstring(nodes_of(name)[0]) or "") <= 30} == set()
 
 
 def imports_that_do_not_go_down(module: str) -> set[str]:
@@ -170,7 +186,7 @@ STRATEGIES_OF_PIPELINE = {"pipeline", "pipeline_setup"}
 
 def wing_of(module: str) -> str:
     """The wing of a module; none for the front doors of callbacks and strategies, which name all of theirs."""
-    package, _, name = module.removeprefix("lightning_mp.").partition(".")
+    package, name = [*path_of(module), "", ""][:2]
     if package in ("callbacks", "strategies"):
         if not name:
             return ""
@@ -187,7 +203,16 @@ def modules_imported_by(module: str) -> set[str]:
 def test_every_package_is_in_one_wing():
     assert WING_OF.keys() == LAYER_OF.keys() - {"_version", "__main__"}
     assert set(WING_OF.values()) == MAY_IMPORT.keys()
+    drawn = set(re.findall(r"\w+", (ROOT / "docs" / "drawings" / "wings.svg").read_text()))
+    assert WING_OF.keys() - drawn == set()
     assert {f"lightning_mp.callbacks.{name}" for name in CALLBACKS_OF_MONITORS} <= MODULES.keys()
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_the_folder_of_a_wing_holds_its_packages_and_no_other(wing):
+    inside = {folder.name for folder in (ROOT / "lightning_mp" / wing).iterdir() if (folder / "__init__.py").exists()}
+    linked = {"callbacks", "strategies"}
+    assert inside == {package for package, its_wing in WING_OF.items() if its_wing == wing.title()} - linked
 
 
 def imports_that_cross_the_wings(module: str) -> set[str]:

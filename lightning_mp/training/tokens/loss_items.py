@@ -104,7 +104,7 @@ def _names(*names: str) -> frozenset[str]:
 
 
 _VIEWS = _names("ToCopy", "Clone", "Alias", "View", "UnsafeView", "Squeeze", "Unsqueeze", "ReshapeAlias")
-#: Of :mod:`lightning_mp.training.tensor_parallel.vocab_parallel_logits`: the mean of a cross-entropy, its classes split.
+#: The mean of a cross-entropy with split classes: :mod:`lightning_mp.training.tensor_parallel.vocab_parallel_logits`.
 _SPLIT_CROSS_ENTROPY = "_MeanOfTargetsBackward"
 _SINK = "_DDPSinkBackward"  # all outputs of the wrapped module pass through it
 _PASSED = _VIEWS | _names("NanToNum") | {_SINK}
