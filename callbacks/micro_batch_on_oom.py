@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_mp.ground.core import private_tensor_api
@@ -68,10 +69,10 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
     Raises:
         ValueError: if an argument is not valid.
         MisconfigurationException: at set-up, under FSDP, ModelParallel, DeepSpeed or any other sharded strategy, with
-            manual optimization, a ``dataloader_iter`` step, hooks on parameters after their gradient was accumulated,
-            or DDP with ``static_graph``; on several ranks also with SyncBatchNorm, ``dist_sync_on_step`` metrics and
-            other gradient hooks on parameters; with the first batch, if it cannot be split; with the first one that
-            does not fit, if losses do not add up, the step changes frozen parameters, or the optimizer (LBFGS)
+            manual optimization, LBFGS, a ``dataloader_iter`` step, hooks on parameters after their gradient was
+            accumulated, or DDP with ``static_graph``; on several ranks also with SyncBatchNorm, ``dist_sync_on_step``
+            metrics and other gradient hooks on parameters; with the first batch, if it cannot be split; with the first
+            one that does not fit, if losses do not add up, the step changes frozen parameters, or the optimizer
             evaluates the loss again.
 
     Example:
@@ -153,6 +154,8 @@ def _refuse_what_cannot_be_repeated(trainer: "pl.Trainer", pl_module: "pl.Lightn
         " callback.": not pl_module.automatic_optimization,
         "training_step(dataloader_iter), which takes the batch out of the loader itself, so it cannot be repeated."
         " Use training_step(batch, batch_idx).": takes_iterator,
+        "LBFGS, which evaluates the loss several times in one step. Use another optimizer, or remove the"
+        " callback.": any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers),
         f"register_post_accumulate_grad_hook ({listed(after)}): such a hook would run on the gradient of each part."
         " Change gradients in on_before_optimizer_step instead.": after,
         "DDPStrategy(static_graph=True), which expects the same number of backward passes in every step. Leave"

@@ -470,14 +470,11 @@ class AccumulationController(RunCounts):
         micro_batch, part = self.state.micro_batch, self.state.micro_batch.part
         return 1.0 if part is windows.WHOLE else part.share if part.losses_add_up else micro_batch.factor
 
-    def count_of_part(self, part: Any, loss: Tensor) -> tuple[float, bool] | None:
-        """What a part would weigh in the mean of its micro-batch, and whether its loss shows that it is a mean over it.
-
-        None if it would weigh its samples. Waits for the device.
-        """
+    def count_of_part(self, part: Any, loss: Tensor) -> float | None:
+        """What a part would weigh in the mean of its micro-batch; None if its samples. Waits for the device."""
         weighing = self._fit.weighing
         if self._by_hand is not None:
-            return float(self._by_hand.measure(part).items), False
+            return float(self._by_hand.measure(part).items)
         return weighing.count(loss) if weighing is not None and weighing.source == "loss" else None
 
     @property

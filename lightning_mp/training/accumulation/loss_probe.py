@@ -185,7 +185,7 @@ class LossProbe:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("it returned no loss")
         counted = self.controller.count_of_part(part.batch, loss) if loss.grad_fn is not None else None
-        return PartLoss(part.samples if counted is None else counted[0], float(loss.detach()))
+        return PartLoss(part.samples if counted is None else counted, float(loss.detach()))
 
 
 @contextmanager

@@ -111,17 +111,14 @@ class MicroBatchWeighing:
             self._why = self._why or why
         return windows.weigh_micro_batch(state, items, is_known, divisor)
 
-    def count(self, loss: Tensor) -> tuple[float, bool] | None:
-        """The items of a loss as ``training_step`` returned it, and whether a loss function or ``mean()`` counts them.
-
-        None where they do not decide. Waits for the device.
-        """
+    def count(self, loss: Tensor) -> float | None:
+        """The items of a loss as ``training_step`` returned it; None where they do not decide. Waits for the device."""
         reading = read_items(loss)
         if self._losses.is_equal or isinstance(reading, Unknown):
             return None
         kinds = [mean.kind for mean in self._losses.first.means] if self._losses.first is not None else []
         decides = next((mean for mean in reading.means if mean.kind in kinds), next(iter(reading.means), None))
-        return (0.0, False) if decides is None else (float(decides.total), not decides.kind.startswith("sum of"))
+        return 0.0 if decides is None else float(decides.total)
 
     def watch_gradients(self, state: AccumulationState, parameters: Iterable[nn.Parameter]) -> None:
         """A micro-batch is over: what is written before the next backward in its window is not of that loss."""
