@@ -552,7 +552,7 @@ def test_split_must_be_a_function():
 
 def start(model: pl.LightningModule, strategy: Any, ranks: int = 1) -> None:
     """Up to the refusals of a fit."""
-    trainer = SimpleNamespace(world_size=ranks, strategy=strategy)
+    trainer = SimpleNamespace(world_size=ranks, strategy=strategy, optimizers=[])
     MicroBatchOnOOM().on_fit_start(trainer, model)
 
 

@@ -285,9 +285,7 @@ def test_data_that_end_before_the_budget_are_told_of_with_the_first_batch() -> N
 
 @pytest.mark.filterwarnings("ignore:ChinchillaBudget. the run ended after")
 def test_steps_that_end_before_the_budget_are_told_of_with_the_first_batch() -> None:
-    message = (
-        r"max_steps=5 ends before the budget. 5 steps of 2 micro-batches of about 5 tokens make 50 of the 500 tokens"
-    )
+    message = "max_steps=5 ends before the budget. 5 steps of about 10 tokens make 50 of the 500 tokens"
     with pytest.warns(UserWarning, match=message):
         fit(ChinchillaBudget(tokens=500), max_steps=5, callbacks=[AccumulationScheduler({0: 2})])
 

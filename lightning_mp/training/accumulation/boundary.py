@@ -51,6 +51,7 @@ class AccumulationBoundary:
         self._min_steps = self._loop.min_steps
         self._reductions = gradient_sync(trainer, trainer.strategy.model or pl_module, settings.sync)
         self._hidden_end: tuple[float, bool] | None = None  # of an epoch whose last window stays open
+        self.acts_at_ends = self._reductions is not None or settings.carries_over
         if not settings.saves_partial_gradients:
             defer_checkpoints(trainer, is_open)
         if settings.carries_over:
@@ -69,12 +70,14 @@ class AccumulationBoundary:
         end = self._trainer.global_step + 1
         is_asked_for = closes or (self._min_steps is not None and self._min_steps >= end)
         self._loop.min_steps = self._min_steps if is_asked_for else end
-        self._reductions.end()  # of a micro-batch that was declined
-        self._reductions.begin(closes=closes)
+        if self._reductions is not None:
+            self._reductions.end()  # of a micro-batch that was declined
+            self._reductions.begin(closes=closes)
 
     def end(self) -> None:
         """The micro-batch has ended."""
-        self._reductions.end()
+        if self._reductions is not None:
+            self._reductions.end()
         if self._hidden_end is not None:
             self._show_end(self._hidden_end)
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -86,7 +89,8 @@ class AccumulationBoundary:
 
     def _detach(self) -> None:
         self._loop.min_steps = self._min_steps
-        self._reductions.detach()
+        if self._reductions is not None:
+            self._reductions.detach()
         if self._hidden_end is not None:
             self._show_end(self._hidden_end)
 

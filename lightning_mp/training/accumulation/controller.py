@@ -48,13 +48,8 @@ class _Fit:
     """What one fit has settled, and what is under way in it."""
 
     weighting: Weighting | None = None  # from the first batch on, if micro-batches are counted or weighed
-    ragged: RaggedBatches = field(
-        default_factory=lambda: RaggedBatches(
-            "accumulation weighs micro-batches, or counts samples, by them.",
-            "If the loss is a mean over something else, pass count=, a function from a batch to the number that its"
-            " loss is a mean over, or put a tensor with one row per sample first.",
-        )
-    )
+    ragged: RaggedBatches | None = None  # the same, if rows may be samples
+    schedule_counts: bool = False  # the same, if the schedule is in samples or tokens
     limiter: BudgetLimiter | None = None  # from the first batch of a run on a budget
     weighing: "MicroBatchWeighing | None" = None  # from the start of the fit on, if micro-batches are weighed
     run: RunState | None = None  # while it lasts
@@ -285,9 +280,9 @@ class AccumulationController(RunCounts):
             measure = Measure(divisor=batch_tokens.declared_divisor(batch))
         else:
             measure = fit.weighting.measure(batch)
-            if fit.weighting.takes_rows(batch):
+            if fit.ragged is not None and fit.weighting.takes_rows(batch):
                 fit.ragged.look(batch)
-            budget = self.budget
+            budget = None if settings.budget is None and self.state.end_tokens is None else self.budget
             if budget is not None:
                 if fit.limiter is None:
                     ranks = data_rank(trainer), num_data_ranks(trainer)
@@ -300,7 +295,8 @@ class AccumulationController(RunCounts):
         if opens:
             planned = int(trainer.accumulate_grad_batches) if settings.follows_trainer else settings.constant
             if settings.schedule is not None:
-                progress = self.state.progress(trainer.current_epoch, trainer.global_step, self.counter)
+                counter = self.counter if fit.schedule_counts else None
+                progress = self.state.progress(trainer.current_epoch, trainer.global_step, counter)
                 planned = settings.schedule.micro_batches(progress)
             self.state = windows.open_window(self.state, planned)
             if is_first and isinstance(settings.schedule, TargetBatch):
@@ -382,8 +378,9 @@ class AccumulationController(RunCounts):
             self.state = replace(self.state, window=replace(window, is_open=window.totals is not None))
             if isinstance(trainer.accumulate_grad_batches, AccumulateGradBatches):
                 trainer.accumulate_grad_batches = int(trainer.accumulate_grad_batches)
-        self._fit.weighing.watch_gradients(self.state, pl_module.parameters())
-        if self._fit.boundary is not None:
+        if self._fit.weighing.gradient_versions is not None and self.state.window.is_open:
+            self._fit.weighing.watch_gradients(pl_module.parameters())
+        if self._fit.boundary is not None and self._fit.boundary.acts_at_ends:
             self._fit.boundary.end()
         if self.state.micro_batch.ends_run and self._is_spent(trainer):
             self.state = replace(self.state, budget_reached=True)
@@ -537,6 +534,13 @@ class AccumulationController(RunCounts):
             tokens_for=settings.tokens_for,
             needs_samples="sample" in settings.units,
         )
+        if weighting.counts_samples or weighting.input_count is not None:
+            fit.ragged = RaggedBatches(
+                "accumulation weighs micro-batches, or counts samples, by them.",
+                "If the loss is a mean over something else, pass count=, a function from a batch to the number that its"
+                " loss is a mean over, or put a tensor with one row per sample first.",
+            )
+        fit.schedule_counts = bool(settings.units & {"sample", "token"})
         if self.state.lacks_sizes(settings.units):
             samples, tokens = trainer.strategy.broadcast(weighting.size(batch, settings.units))
             ranks = self._num_data_ranks

@@ -51,8 +51,8 @@ class MicroBatchWeighing:
         self._is_own_count = requested.count_weighs
         self._left = _CHECKED_LOSSES if by_hand and requested.weight_by in ("auto", "token") else 0
         self._first: tuple[float, float] | None = None  # of the losses that are checked: what it counts, and its weight
-        # Of gradients when a micro-batch was over; None once the second one of a window has been weighed.
-        self._versions: dict[nn.Parameter, int] | None = {} if self.source == "loss" else None
+        # When a micro-batch was over; None once the second one of a window has been weighed.
+        self.gradient_versions: dict[nn.Parameter, int] | None = {} if self.source == "loss" else None
         self._closed: HostCopy | None = None  # totals of the last window, until they have been read
         self._why = ""  # the first loss in this window that is unknown on this rank
         self.may_meet = False  # ranks communicate once in each micro-batch, whatever some of them repeat
@@ -88,10 +88,10 @@ class MicroBatchWeighing:
         reading: Items | Unknown = Items()
         if state.micro_batch.part is not windows.NOTHING:
             reading = read_items(loss, divided=True, counts_targets=declared is not None)
-        if self._versions:
-            if self._versions != _versions(self._versions):
+        if self.gradient_versions:
+            if self.gradient_versions != _versions(self.gradient_versions):
                 reading = Unknown("training_step writes gradients itself")
-            self._versions = None
+            self.gradient_versions = None
         if isinstance(reading, Items) and reading.divisor is not None:
             divisor = reading.divisor
         elif state.micro_batch.part.losses_add_up:
@@ -99,8 +99,8 @@ class MicroBatchWeighing:
         meets = self._losses.first is None and (self.may_meet or world_size() == 1)
         if meets:
             state = self._meet(state, reading)
-        if self.is_equal:
-            return windows.weigh_equally(state)
+            if self.is_equal:
+                return windows.weigh_equally(state)
         if self._losses.first is None:
             if meets or reading == Items():
                 return windows.weigh_nothing(state)
@@ -120,14 +120,13 @@ class MicroBatchWeighing:
         decides = next((mean for mean in reading.means if mean.kind in kinds), next(iter(reading.means), None))
         return 0.0 if decides is None else float(decides.total)
 
-    def watch_gradients(self, state: AccumulationState, parameters: Iterable[nn.Parameter]) -> None:
+    def watch_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """A micro-batch is over: what is written before the next backward in its window is not of that loss."""
-        if self._versions is not None and state.window.is_open:
-            self._versions = _versions(parameters)
+        self.gradient_versions = _versions(parameters)
 
     def forget_gradients(self) -> None:
         """Gradients of the window are not written by ``training_step``: its micro-batches are done again, say."""
-        self._versions = None if self._versions is None else {}
+        self.gradient_versions = None if self.gradient_versions is None else {}
 
     def weigh_equally(self, why: str) -> None:
         """Gives micro-batches equal weights from now on. Call it on all ranks."""

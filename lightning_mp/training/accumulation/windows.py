@@ -142,9 +142,11 @@ class AccumulationState:
             return planned
         return TokenBudget(self.end_tokens, "ceil") if planned is None else replace(planned, tokens=self.end_tokens)
 
-    def progress(self, epoch: int, step: int, counter: TokenCounter) -> Progress:
-        """How far the run is, for a schedule."""
-        counted = counter.samples_before_last_window, counter.tokens_before_last_window
+    def progress(self, epoch: int, step: int, counter: TokenCounter | None) -> Progress:
+        """How far the run is, for a schedule; ``counter`` is for one in samples or tokens."""
+        counted = (0, 0)
+        if counter is not None:
+            counted = counter.samples_before_last_window, counter.tokens_before_last_window
         return Progress(epoch, step, *counted, self.micro_batch_samples, self.micro_batch_tokens)
 
     def state_dict(self) -> dict[str, Any]:

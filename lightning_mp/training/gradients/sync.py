@@ -73,8 +73,8 @@ class _FSDP1Sync(GradientSync):
         self._stack.close()
 
 
-def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> GradientSync:
-    """What carries out ``sync`` for the strategy of this run; nothing if the strategy does it by itself.
+def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> GradientSync | None:
+    """What carries out ``sync`` for the strategy of this run; None if the strategy does it by itself.
 
     DDP reduces in the last micro-batch of a window, FSDP in every one. Prints what ``sync`` costs under sharding.
     """
@@ -87,7 +87,7 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
                 f" {type(trainer.strategy).__name__} does not shard them. Leave sync out: gradients are then reduced"
                 " once per window."
             )
-        return GradientSync()
+        return None
     unsharded, sharded = unsharded_gradient_bytes(model)
     if sync == "micro_batch":
         rank_zero_info(
@@ -95,7 +95,7 @@ def gradient_sync(trainer: "pl.Trainer", model: nn.Module, sync: Sync) -> Gradie
             f" {sharded / 1e9:.3g} GB per rank; sync='window' would reduce once per window and keep"
             f" {unsharded / 1e9:.3g} GB."
         )
-        return GradientSync()
+        return None
     rank_zero_info(
         f"Gradient accumulation: gradients are reduced once per window; until then every rank keeps them unsharded,"
         f" {unsharded / 1e9:.3g} GB. If that does not fit, sync='micro_batch' keeps {sharded / 1e9:.3g} GB and"
