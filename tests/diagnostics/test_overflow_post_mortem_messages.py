@@ -163,7 +163,12 @@ class NoLoss(Regression):
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 @pytest.mark.parametrize("without", [range(12), range(1, 2)])
 @pytest.mark.parametrize(
-    "precision", [plugin, partial(AutocastPrecision, "bf16-mixed"), partial(MasterWeightsPrecision, "16-true")]
+    "precision",
+    [
+        plugin,
+        partial(AutocastPrecision, "bf16-mixed"),
+        partial(MasterWeightsPrecision, "16-true", scaler=LossScaler(init_scale=1024.0)),
+    ],
 )
 def test_a_window_without_a_loss_is_no_overflow(precision: Any, without: range, tmp_path: Path) -> None:
     """Seen: "12 of 12 steps were skipped because gradients were not finite", and a report of each."""

@@ -136,14 +136,18 @@ def exchanged(settings: Mapping[str, list[str]]) -> str:
     store, rank = store_of_all_ranks(), dist.get_rank()
     prefix = f"lightning_mp/settings/{next(_exchanges)}"
     written = [f"{prefix}/{number}" for number in range(dist.get_world_size())]
+    read = [f"{prefix}/read/{number}" for number in range(1, dist.get_world_size())]
     store.set(written[rank], json.dumps(settings))
     if rank == 0:
         _wait(store, written, written)
         found = difference([json.loads(text) for text in store.multi_get(written)])
         store.set(f"{prefix}/found", found)
+        _wait(store, read, written)  # the store ends with this process, which may end by an error now
         return found
     _wait(store, [f"{prefix}/found"], written)
-    return store.get(f"{prefix}/found").decode()
+    found = store.get(f"{prefix}/found").decode()
+    store.set(read[rank - 1], "")
+    return found
 
 
 def _wait(store: Store, keys: list[str], written: Sequence[str]) -> None:
