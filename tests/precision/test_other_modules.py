@@ -241,7 +241,7 @@ class Scripted(Regression):
         self.net[2] = torch.jit.script(self.net[2])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("storage", ["fp32", "remainder", "24bit"])
 def test_a_torchscript_part_trains(storage: Any) -> None:
     scripted, plain = Scripted(), Regression(sgd)
