@@ -126,8 +126,7 @@ def difference(settings: Sequence[Mapping[str, Sequence[str]]]) -> str:
 
 
 def _refuse_differences(settings: Mapping[str, list[str]]) -> None:
-    verdict = exchanged(settings)
-    if verdict:
+    if verdict := exchanged(settings):
         raise MisconfigurationException(verdict)
 
 
