@@ -1,6 +1,7 @@
 """Promise: what ranks were given differently is named on all of them, before it hangs or trains different weights."""
 
 import datetime
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -120,3 +121,25 @@ def test_a_rank_that_takes_no_part_is_named(rank: int) -> None:
             message = "Rank 1 waits for rank 0 to set up its run"
             with pytest.warns(UserWarning, match=message), pytest.raises(MisconfigurationException, match=message):
                 exchanged({})
+
+
+def read_slowly(rank: int) -> float:
+    """When the last thing happened: rank 0 has returned, rank 1 is about to read."""
+    times: list[float] = []
+
+    def wait(*arguments: Any) -> None:
+        original(*arguments)
+        time.sleep(0.5)
+        times.append(time.monotonic())
+
+    original = rank_settings._wait
+    with process_group(), pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(rank_settings, "_wait", wait)
+        exchanged({})
+        return times[0] if rank else time.monotonic()
+
+
+def test_rank_0_whose_process_holds_the_store_waits_until_all_have_read() -> None:
+    returned, read = run_ranks(read_slowly, 2)
+    assert returned > read
