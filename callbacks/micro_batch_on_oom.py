@@ -104,7 +104,7 @@ class MicroBatchOnOOM(SettingsRepr, Callback):
         refuse_other_trainers(self, trainer)
         if stage == "fit":
             # Parts are weighted also where other callbacks only count; the controller settles that as a fit starts.
-            AccumulationController.attach(trainer).settings.weighs_by_loss = True
+            AccumulationController.attach(trainer).settings.weigh_losses()
 
     @override
     def on_fit_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:

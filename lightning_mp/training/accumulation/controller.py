@@ -128,7 +128,7 @@ class AccumulationController(RunCounts):
             # A pipeline's loss is on its last stage only: there the batch says what the loss averages over.
             controller.settings.weighting = Weighting("auto" if is_pipelined(trainer) else None)
             controller.settings.follows_trainer = True
-        controller.settings.weighs_by_loss = True
+        controller.settings.weigh_losses()
         return controller
 
     # -- what others read ----------------------------------------------------------------------------------------------

@@ -66,6 +66,10 @@ class AccumulationSettings:
         """Micro-batches are weighted, or counted, as one more callback requests: see :meth:`Weighting.joined_by`."""
         self.weighting = (self.weighting or Weighting(None)).joined_by(weight_by, count, **counts)
 
+    def weigh_losses(self) -> None:
+        """Micro-batches are weighted by what their losses average over, also where callbacks only count."""
+        self.weighs_by_loss = True
+
     def spend(self, budget: TokenBudget) -> None:
         """The run ends on ``budget``."""
         if self.budget is not None:
